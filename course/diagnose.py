@@ -4,7 +4,6 @@ Knows the facts of course/probe.py, and how each mistake shows in them; runs not
 submission. In a chain of causes only the first mistake is named: its consequences are not judged.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +51,6 @@ def _findings(facts: Facts, right: Facts) -> Iterator[Finding]:
     yield from found
     if not found:
         yield from _generations(facts, right)
-    if not values:
-        yield from _notes(facts)
 
 
 # ---- what attention attends to ---------------------------------------------------------------------------------------
@@ -338,17 +335,6 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("heads-expanded", where)
     elif times > 2:
         yield Finding("limits-sized", where)
-
-
-def _notes(facts: Facts) -> Iterator[Finding]:
-    """Remark on what is right and has a price."""
-    filling = facts["memory"].get("filling", [])
-    if len(filling) == 5 and all(a < b for a, b in itertools.pairwise(filling)):
-        yield Finding("grows-by-copying", "the memory grows at every step")
-    if not facts["aliased"].get("error") and facts["aliased"].get("calls"):
-        seen = [query.seen for query in _queries(facts["aliased"]["calls"])]
-        if any(len(shares) < 4 for shares in seen):
-            yield Finding("holds-what-it-was-given", "what was overwritten after the call is gone from the cache")
 
 
 def _itemsize(dtypes: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """The mistakes that the grader knows: what each is called, what it costs, and a hint that is not the answer.
 
-Knows words and points; how a mistake is recognised is course/diagnose.py's affair, and course/report_check.py's.
+Knows words and points; course/diagnose.py recognises the mistakes.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake. points: what it costs, of 100; 0: a note about a solution that is right."""
+    """One mistake. points: what it costs, of 100."""
 
     name: str
     points: int
@@ -304,37 +304,6 @@ MISTAKES = {
             20,
             "report.md is not there, or its table is not filled in",
             "python benchmark_inference.py --preset table measures, and python fill_report.py writes the table.",
-        ),
-        Mistake(
-            "report-peaks-not-reset",
-            10,
-            "Peaks of memory were not reset: a smaller run shows the peak of a larger one before it",
-            "A peak is the highest since when? Measure in a process of its own, or reset it.",
-        ),
-        Mistake(
-            "report-no-warm-up",
-            10,
-            "The first measurement is slower than larger ones after it: it was not warmed up",
-            "The first call of a program pays for what all later ones find ready.",
-        ),
-        Mistake(
-            "report-on-is-off",
-            10,
-            "The times with the cache on are no shorter than with it off, at any batch size",
-            "Which of the two runs had the cache? Compare with --trace.",
-        ),
-        # ---- right, with a remark ----
-        Mistake(
-            "grows-by-copying",
-            0,
-            "Right. Every step copies the whole cache once more",
-            "Think about how many bytes are copied in n steps, and what reserve is for.",
-        ),
-        Mistake(
-            "holds-what-it-was-given",
-            0,
-            "Right. The cache stores the tensors that it was given, so a change of them changes the cache",
-            "A copy would make the cache the only owner of its memory.",
         ),
     )
 }

@@ -173,20 +173,14 @@ def _watch(
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
             break
-        reason = _too_much(started(), len(printed), end, limits)
+        reason = _flood(len(printed), limits)
+        if time.monotonic() > end:
+            reason = f"it was not done after {limits.seconds:g} s: does something loop?"
+        elif len(started()) > limits.processes:
+            reason = f"it started more than {limits.processes} processes"
     _end_session(process)
     reader.join(1.0)  # a child that left the session may keep the pipe open
     return _flood(len(printed), limits) or reason, bytes(printed[-2000:]).decode("utf-8", errors="replace")
-
-
-def _too_much(processes: set[int], printed: int, end: float, limits: Limits) -> str:
-    if flood := _flood(printed, limits):
-        return flood
-    if time.monotonic() > end:
-        return f"it was not done after {limits.seconds:g} s: does something loop?"
-    if len(processes) > limits.processes:
-        return f"it started more than {limits.processes} processes"
-    return ""
 
 
 def _flood(printed: int, limits: Limits) -> str:

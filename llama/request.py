@@ -133,7 +133,7 @@ class Request:
         return max(len(prompt) + new for prompt, new in zip(self.prompts, self.max_new, strict=True))
 
 
-def common_beginning(*texts: Sequence[int]) -> int:
+def common_beginning(*texts: Sequence[object]) -> int:
     """Return the length of the common prefix of all texts."""
     return sum(1 for _ in takewhile(lambda ids: ids.count(ids[0]) == len(ids), zip(*texts, strict=False)))
 

@@ -6,8 +6,8 @@
 For a change that must not change results. All outputs are those of the demo model: exact-mode logits in four dtypes,
 in one pass and in steps; greedy and sampled ids of 20 prompts with the cache on and off, in a batch, one by one, after
 a shared prefix, and with every kind of cache; logits of native code with four formats of weights; a chat of five turns;
-a session in exact mode, saved to outputs.session when the file is recorded and continued by each later run; and the
-fields of a benchmark's report. Bits depend on the machine and on the number of threads.
+and a session in exact mode, saved to outputs.session when the file is recorded and continued by each later run. Bits
+depend on the machine and on the number of threads.
 """
 
 import hashlib
@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from llama import Chat, Transformer, cli, load
-from llama.bench.schema import rows_of
-from llama.bench.single import benchmark_inference
-from llama.host.files import check_writable, keep_file
+from llama.host.files import check_writable, replace_file
 from llama.untrusted.files import read_text
 
 SUBJECTS = ("The history of", "In biology,", "She opened", "def main():", "Once, far away,")
@@ -56,7 +54,7 @@ def main(*prompts: str, record: bool = False) -> int:
         saved.unlink(missing_ok=True)
     found = dict(outputs(saved))
     if before is None:
-        keep_file(file, (json.dumps(found, indent=2) + "\n").encode())
+        replace_file(file, (json.dumps(found, indent=2) + "\n").encode())
         print(f"{len(found)} digests recorded in {file}")
         return 0
     different = [name for name in sorted({*before, *found}) if before.get(name) != found.get(name)]
@@ -92,9 +90,6 @@ def outputs(saved: Path) -> Iterator[tuple[str, str]]:
         yield from logits_of(name, model, tokens_of(tokenizer))
         yield f"{name}: greedy ids", ids_of(model, tokenizer, PROMPTS, **GREEDY)
     yield "a chat of five turns", digest(chat(model, tokenizer))
-    report = benchmark_inference(batch_size=2, input_len=16, output_len=4, compare=True)
-    yield "a benchmark's report", digest(shape_of(report))
-    yield "a benchmark's points", digest([row["name"] for row in rows_of(report, "check")])
 
 
 def generations(model: Transformer, tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -149,13 +144,6 @@ def logits_of(name: str, model: Transformer, tokens: Tensor) -> Iterator[tuple[s
     steps = [model(tokens[:, pos : pos + 1], pos) for pos in range(tokens.shape[1])]
     yield f"{name} logits, in steps", digest_of(torch.cat(steps, dim=1))
     model.free_cache()
-
-
-def shape_of(value: Any) -> Any:
-    """Return the names in a JSON value without the numbers, some of which are missing on a busy machine."""
-    if isinstance(value, dict):
-        return {name: shape_of(part) for name, part in value.items()}
-    return None
 
 
 def digest_of(tensor: Tensor) -> str:

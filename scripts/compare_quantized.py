@@ -4,7 +4,7 @@
 
 Both models read the same tokens (teacher forcing), in windows of `tokens`, without a cache. For every text: the mean KL
 divergence from float32's distribution, how often both have the same most likely token, and both perplexities. Without a
-file the texts are those that the float32 model generates, greedily and at temperature 1, and this library's docs.
+file the texts are those that the float32 model generates, greedily and at temperature 1.
 """
 
 import math
@@ -31,7 +31,6 @@ PROMPTS = (
     "She opened the letter and read",
     "def fibonacci(n):",
 )
-DOCS = Path(__file__).parents[1] / "docs"
 
 
 @dataclass
@@ -71,7 +70,7 @@ def main(
     """Compare quantised weights with float32 on texts.
 
     Args:
-        prompts: Files to read; by default generated texts and this library's docs.
+        prompts: Files to read; by default generated texts.
         quantize: The format of the weights: int8, int4, or stored (a .gguf file, compared with its widened weights).
         activations: 16 or 8, the bits of the inputs of quantised products.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
@@ -103,7 +102,7 @@ def read(files: tuple[str, ...], tokenizer: Tokenizer, tokens: int) -> dict[str,
 
 
 def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str, list[Tensor]]:
-    """Return windows of ids of generated texts, greedy and at temperature 1, and of this library's docs."""
+    """Return windows of ids of generated texts, greedy and at temperature 1."""
     texts = {}
     for name, temperature in (("its own, greedy", 0.0), ("its own, temperature 1", 1.0)):
         made = model.generate(
@@ -111,8 +110,6 @@ def own_texts(model: Transformer, tokenizer: Tokenizer, tokens: int) -> dict[str
         )
         ids = [encode_prompt(tokenizer, prompt) + result["ids"] for prompt, result in zip(PROMPTS, made, strict=True)]
         texts[name] = [torch.tensor(row[:tokens]) for row in ids]
-    documents = (DOCS / "kv_cache.md", DOCS / "exactness.md", DOCS / "ranks.md")
-    texts |= {file.name: cut(encode_prompt(tokenizer, file.read_text("utf-8")), tokens) for file in documents}
     return texts
 
 

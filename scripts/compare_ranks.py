@@ -27,16 +27,10 @@ ARGS = ModelArgs(
     dim=576, n_layers=30, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=1536, vocab_size=49152, tied_head=True
 )
 INPUT_LEN, OUTPUT_LEN = 128, 32
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2"
 WAYS = {
     "1 process, 2 threads": ["2", sys.executable],
-    "2 ranks, 1 thread each": [
-        "1",
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-    ],
+    "2 ranks, 1 thread each": ["1", sys.executable, *TORCHRUN.split()],
 }
 
 

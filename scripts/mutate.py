@@ -12,7 +12,6 @@ import argparse
 import ast
 import copy
 import difflib
-import json
 import random
 import shutil
 import subprocess
@@ -207,22 +206,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="mutants of each room")
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
     parser.add_argument("--processes", type=int, default=2, help="mutants that are tried at once")
-    parser.add_argument("--out", type=Path, help="a JSON file for the verdicts")
     given = parser.parse_args()
     if unknown := set(given.rooms) - set(ROOMS):
         parser.error(f"there is no room {', '.join(sorted(unknown))}; choose of {', '.join(ROOMS)}")
-    report = []
     for room in given.rooms or list(ROOMS):
         begun, killed = time.monotonic(), 0
         mutants, tests = drawn(room, given.count, given.seed), files_of(ROOMS[room][1])
         tests = [file for file in tests if Path(file).name.startswith("test_")]
         for mutant, how in zip(mutants, verdicts(mutants, tests, given.processes), strict=True):
             killed += bool(how)
-            report.append({"room": room, "mutant": str(mutant), "killed_by": how})
             print(f"{mutant}: {f'killed: {how:.120}' if how else 'SURVIVED'}", flush=True)
         print(f"{room}: {killed} of {len(mutants)} killed in {time.monotonic() - begun:.0f} s", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

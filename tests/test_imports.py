@@ -71,6 +71,7 @@ MAY_IMPORT = {
     "llama/tokenizer/bpe.py": ("tokenizer", "tokenizers"),
     "llama/tokenizer/sentencepiece_file.py": ("tokenizer untrusted", "sentencepiece"),
     "llama/tokenizer/conversation.py": ("request tokenizer", ""),
+    "llama/tokenizer/transcript.py": ("request tokenizer", ""),
     "llama/tokenizer/": ("tokenizer untrusted", ""),
     # what knows the core, and another folder where its name says so
     "llama/exact/triton_kernels.py": ("rows", "torch triton"),
@@ -86,7 +87,7 @@ MAY_IMPORT = {
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.machine quant untrusted.gguf_sizes", "torch"),
     "llama/quality/": ("cli.progress kv_cache model", "torch"),
     "llama/verify/__main__.py": ("__main__", ""),
-    "llama/verify/results.py": ("cli.console host verify", ""),
+    "llama/verify/verdict.py": ("cli.console host verify", ""),
     "llama/verify/": ("batch model request session sessions streaming verify", "torch"),
     "llama/watch/": (f"{CORE} cli costs host quant untrusted.words watch", "torch"),
     # the benchmark: a plan knows no torch, a run no report, a report no run
@@ -114,7 +115,7 @@ MAY_IMPORT = {
     "llama/cli/terminal.py": ("cli tokenizer.conversation", ""),
     "llama/cli/inference.py": (f"{CORE} __init__ api cli exact host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
-    "llama/cli/verify.py": (f"{CORE} api cli costs exact host tokenizer verify", "torch"),
+    "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),
     "benchmark_inference.py": ("bench.single cli", ""),
     "inference.py": ("cli", ""),

@@ -1,8 +1,7 @@
 """Command lines: a function's annotations decide how words become its arguments, and every error is one line.
 
-fire turns a function into a command and its docstring into help, but it also guesses: it reads `3.10` as a number and
-`[1]` as a list, and runs the command before it complains about an unknown flag. So the words are sorted and read here
-first, and fire gets only numbers in their place. Knows nothing of models.
+fire makes the help from a function's docstring. It does not read the words, because it guesses: it reads `3.10` as a
+number and `[1]` as a list, and runs the command before it complains about an unknown flag. Knows nothing of models.
 """
 
 import difflib
@@ -20,7 +19,7 @@ from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
 from llama.cli import console
-from llama.host.cores import use_threads, warn_if_oversubscribed
+from llama.host.cores import use_threads
 
 # Two dashes and a name, or one dash and only a name: `-5 degrees` is a prompt.
 _FLAG = re.compile(r"--\w|-[A-Za-z][\w-]*(=|\Z)")
@@ -78,10 +77,8 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
             return 0
         values = read_values(given, types)
         use_threads(values.get("threads"))
-        # A command without `device` computes little; one with `threads` starts processes, which it warns about itself.
-        if "device" in own and "threads" not in own:
-            warn_if_oversubscribed(console.say)
-        return call_through_fire(command, {key: value for key, value in values.items() if key in own})
+        prompts = values.pop("prompts", [])
+        return command(*prompts, **{name: value for name, value in values.items() if name in own})
     except KeyboardInterrupt as stop:
         console.say(console.in_words(stop))
         return console.exit_code(stop)
@@ -98,13 +95,11 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
 def _log_to_stderr() -> None:
     """Print the log of this library on standard error: what it chose for the user."""
 
-    class Visible(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return console.visible(super().format(record))
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.say(self.format(record))
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(Visible("%(message)s"))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(handlers=[Said()], format="%(message)s")
     logging.getLogger("llama").setLevel(logging.INFO)
 
 
@@ -217,17 +212,3 @@ def _unknown(flag: str, text: str | None, types: dict[str, Any]) -> str:
     close = difflib.get_close_matches(flag.lstrip("-").replace("-", "_"), types, n=1)
     hint = f"did you mean --{close[0]}?" if close else "--help lists the flags"
     return f"unknown flag {flag}; {hint}"
-
-
-def call_through_fire(command: Callable[..., int], values: dict[str, Any]) -> int:
-    """Let fire call the command: it gets the number of each value and reads it back as the value."""
-    import fire
-    from fire.decorators import SetParseFn
-
-    flags = {name: value for name, value in values.items() if name != "prompts"}
-    numbered = [*values.get("prompts", []), *flags.values()]
-    SetParseFn(lambda number: numbered[int(number)])(command)
-    plain = len(numbered) - len(flags)
-    words = [*map(str, range(plain)), *(f"--{name}={plain + i}" for i, name in enumerate(flags))]
-    code: int = fire.Fire(command, command=words, serialize=lambda code: None)  # prints nothing
-    return code

@@ -69,7 +69,7 @@ def main(
         output_len: Tokens made for each row, by default 32; no end-of-text ends a row early.
         kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
         preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
-            batch), caches (kinds of cache: bytes, time, quality) or chat (a cache that is kept between calls).
+            batch), caches (bytes, time, quality of kinds) or chat (a cache that is kept between calls).
         model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; gpt2 with --engine
             transformers. By default demo on a CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
@@ -77,8 +77,8 @@ def main(
         text: A real prompt, the same in all rows, instead of random ids.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: Another engine on the same weights and prompts: transformers or llama.cpp. Modes may follow the name:
-            llama.cpp:int8, llama:fast:stored. The presets table and chat take several.
+        engine: Another engine on the same weights and prompts, or with modes: transformers, llama.cpp:int8, llama:fast.
+            The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
             several, by default all.
         logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
@@ -226,7 +226,7 @@ def check_flags(flags: SimpleNamespace) -> None:
 
 def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:
     """Measure one cell and print it."""
-    from llama.bench.report.files import keep_json
+    from llama.bench.report.files import write_json
     from llama.bench.report.text import cell_text
     from llama.cli.progress import seconds_bar
 
@@ -235,7 +235,7 @@ def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> in
         report = measure_cell(cell, **asked, waiting=bar.refresh)
     try:
         if json_path is not None:
-            keep_json(report, json_path)  # first, because the reader of standard output may be gone
+            write_json(report, json_path)  # first, because the reader of standard output may be gone
     finally:
         console.put(cell_text(report, 0), alarm="VIOLATED")
     return report_exit_code(report, strict=flags.strict)
@@ -247,7 +247,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with.
     """
     from llama.bench.plan import Run
-    from llama.bench.report.files import keep_json, write_report
+    from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run_directory, resumed_run_directory
     from llama.cli.progress import seconds_bar
@@ -269,7 +269,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
         bar.close()
         files = write_report(report, directory.folder)
     if json_path is not None:
-        keep_json(report, json_path)
+        write_json(report, json_path)
     console.put(
         "\n".join([table_markdown(report), *report["reading"], *alarms_text(report), "", *map(str, files)]),
         alarm="VIOLATED",

@@ -85,16 +85,11 @@ def stop(number: int, frame: Any) -> None:
 def open_streams() -> None:
     """Open closed standard streams on the null device; else the next opened file would get the number of one of them.
 
-    A closed standard input stays None in Python, so that reading from it is an error.
+    The system gives the lowest free number, so their order matters. A closed standard input stays None in Python, so
+    that reading from it is an error.
     """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            os.dup2(null, number)
-            if null != number:
-                os.close(null)
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as we run)

@@ -3,7 +3,6 @@
 Uses the public functions of the library. Slow imports come after the flags are checked.
 """
 
-import json
 import os
 import sys
 import time
@@ -109,25 +108,29 @@ def main(
     conversation = chat and not prompts and prompt_file is None
     check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast)
     texts = [] if conversation else read_prompts(prompts, prompt_file)
-    options: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-    options |= {"repetition_penalty": repetition_penalty, "kv_caching": kv_caching, "share_prefix": share_prefix}
-    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    modes: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
-    modes |= {"fast": fast, "exact": exact}
-    longest = 64 if max_gen_len is None else max_gen_len
-    check_options(len(texts) or 1, longest, stop, options, max_batch_size=max_batch_size)
+    longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
+    sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+    sampling["repetition_penalty"] = repetition_penalty
+    modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix}
+    check_options(len(texts) or 1, longest, stop, {**sampling, **modes}, max_batch_size=max_batch_size)
     join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
-    model, tokenizer = load_model(
-        cores, ckpt_dir, device=device, dtype=dtype, tokenizer_path=tokenizer_path, **modes, **limits
-    )
+    files: dict[str, Any] = {"ckpt_dir": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
+    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
+    weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    model, tokenizer = load_model(cores, **files, **limits, **weights, fast=fast, exact=exact)
+    model.kv_caching = kv_caching
+    about = setting(model, kv_cache)
+    writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if conversation:
-        return hold_conversation(model, tokenizer, max_gen_len, stop, options, kv_cache=kv_cache)
-    if trace:
-        options["on_step"] = Trace(tokenizer)
+        from llama.cli.terminal import TerminalChat
+
+        return TerminalChat(model, tokenizer, **writing).run(about)
     asked = as_messages(texts, tokenizer) if chat else texts
-    code = complete(model, tokenizer, texts, asked, longest, stop, options, kv_cache=kv_cache, live=stream)
+    on_step = Trace(tokenizer) if trace else None
+    pieces = model.stream(tokenizer, asked, share_prefix=share_prefix, on_step=on_step, **writing)
+    code = complete(model, texts, pieces, about, live=stream)
     if watch is not None and code == 0:
-        console.put(write_watch_page(Path(watch), model, tokenizer, asked, longest, stop, options, ckpt_dir=ckpt_dir))
+        console.put(write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), **writing))
     return code
 
 
@@ -170,22 +173,10 @@ def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:
     torchrun.join(torchrun.own_device(pick_device(device)), timeout=torchrun.check_timeout(timeout))
 
 
-def complete(
-    model: "Transformer",
-    tokenizer: "Tokenizer",
-    texts: list[str],
-    prompts: Sequence[str | list[int]],
-    max_gen_len: int,
-    stop: list[str],
-    options: "Options",
-    *,
-    kv_cache: str,
-    live: bool,
-) -> int:
+def complete(model: "Transformer", texts: list[str], pieces: "Stream", about: str, *, live: bool) -> int:
     """Print every prompt's text and the speed; return the exit code."""
     from llama.exact import slowdown_words
 
-    pieces = model.stream(tokenizer, prompts, max_gen_len, stop=stop, **options)
     with only_rank_0_prints(model.ranks.rank):
         started = time.perf_counter()
         code = show(texts, pieces, live=live)
@@ -193,14 +184,15 @@ def complete(
         if model.exact and code == 0:
             console.put(slowdown_words(model))
         ranks = f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
-        size = f"batch {len(texts)}, {setting(model, options, kv_cache)}{ranks}"
-        console.put(f"{speed(pieces, seconds)}, prompts included ({size})")
+        tokens = sum(len(result["ids"]) for result in pieces.results)
+        speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
+        console.put(f"{speed}, prompts included (batch {len(texts)}, {about}{ranks})")
     return code
 
 
-def setting(model: "Transformer", options: "Options", kv_cache: str) -> str:
+def setting(model: "Transformer", kv_cache: str) -> str:
     """Return as text: the cache, the dtype and device, and how the model computes if not in the plain way."""
-    cache = f"KV cache on ({kv_cache})" if options["kv_caching"] else "KV cache off"
+    cache = f"KV cache on ({kv_cache})" if model.kv_caching else "KV cache off"
     how = "" if str(model.execution) == "plain" else f", {model.execution}"
     return f"{cache}, {str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{how}"
 
@@ -210,19 +202,14 @@ def write_watch_page(
     model: "Transformer",
     tokenizer: "Tokenizer",
     prompts: Sequence[str | list[int]],
-    max_gen_len: int,
-    stop: list[str],
-    options: "Options",
-    *,
-    ckpt_dir: str,
+    checkpoint: Path,
+    **writing: Any,
 ) -> str:
     """Write the page of the first prompt's text; return one line about it."""
     from llama.watch.write import write_page
 
-    own = ("kv_caching", "share_prefix", "on_step")  # set by the recording
-    each: Any = {name: value for name, value in options.items() if name not in own}
-    name = Path(ckpt_dir).absolute().name  # "." has no name of its own
-    line = write_page(path, model, tokenizer, prompts[0], max_gen_len, name=name, stop=stop, **each)
+    name = checkpoint.absolute().name  # "." has no name of its own
+    line = write_page(path, model, tokenizer, prompts[0], name=name, **writing)
     return line if len(prompts) == 1 else f"{line}; it shows the first of {len(prompts)} prompts"
 
 
@@ -243,7 +230,6 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
             raise ValueError("--prompt_file=- can be read by one rank only; give a file")
     if prompt_file is not None:
         texts.append(read_prompt(prompt_file).removesuffix("\n"))
-        check_one_prompt(texts[-1], "standard input" if prompt_file == "-" else prompt_file)
     return texts or list(PROMPTS)
 
 
@@ -264,20 +250,6 @@ def read_prompt(file: str) -> str:
     return text
 
 
-def check_one_prompt(text: str, name: str) -> None:
-    """Raise ValueError if every line is an object or a string of JSON: such a file has one prompt in each record."""
-    lines = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
-    try:
-        records = len(lines) > 1 and all(isinstance(json.loads(line), dict | str) for line in lines)
-    except (ValueError, RecursionError):
-        return
-    if records:
-        raise ValueError(
-            f"{name} has {len(lines):,} lines of JSON, and a prompt file is one prompt; give each record's text as a "
-            'word of the command line, or all lines as one: "$(cat FILE)"'
-        )
-
-
 def check_options(
     rows: int, max_gen_len: int, stop: list[str], options: "Options", *, max_batch_size: int | None
 ) -> None:
@@ -289,25 +261,6 @@ def check_options(
         raise ValueError("--stop is empty, so it would end every text at once; give at least one character")
     least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=max_batch_size)
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest possible prompts
-
-
-def hold_conversation(
-    model: "Transformer",
-    tokenizer: "Tokenizer",
-    max_gen_len: int | None,
-    stop: list[str],
-    options: "Options",
-    *,
-    kv_cache: str,
-) -> int:
-    """Answer typed or piped messages; return the exit code."""
-    from llama.cli.terminal import converse
-
-    model.kv_caching = options["kv_caching"] is not False
-    each: dict[str, Any] = {
-        name: value for name, value in options.items() if name not in ("kv_caching", "share_prefix")
-    }
-    return converse(model, tokenizer, max_gen_len, stop=stop, about=setting(model, options, kv_cache), **each)
 
 
 def as_messages(texts: list[str], tokenizer: "Tokenizer") -> list[list[int]]:
@@ -341,12 +294,6 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
             console.put(f"{page[len(done) :]}\n\n==================================\n")
             done = ""
     return 0
-
-
-def speed(pieces: "Stream", seconds: float) -> str:
-    """Return the number of generated tokens and their speed, as text."""
-    tokens = sum(len(result["ids"]) for result in pieces.results)
-    return f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
 
 
 class Trace:

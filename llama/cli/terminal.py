@@ -5,60 +5,41 @@ Knows `Chat` and terminals. Does not know how an answer is made.
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from llama.cli import console, in_one_line
-from llama.tokenizer.conversation import Chat, ContextFull, endless
+from llama.tokenizer.conversation import Chat
 
 if TYPE_CHECKING:
     from llama.model import Transformer
     from llama.tokenizer import Tokenizer
 
-CHAT_COMMANDS = "/undo, /save FILE, /load FILE, /stats, /quit"
-ANSWER_LEN = 512  # the default for the most tokens of an answer
+CHAT_COMMANDS = "/undo, /stats, /quit"
 LOW = 0.2  # the share of the context below which every answer says how much is left
 
 
-def converse(
-    model: "Transformer",
-    tokenizer: "Tokenizer",
-    max_gen_len: int | None = None,
-    *,
-    stop: Sequence[str] = (),
-    seed: int = 1,
-    about: str = "",
-    **options: Any,
-) -> int:
-    """Answer the lines of standard input, one message a line, up to the end or /quit; return the exit code.
-
-    On a terminal, `about` is printed first, the arrow keys show earlier lines, and Ctrl-C ends an answer; in a pipe
-    Ctrl-C ends the command. An error in a turn is one line on stderr, and the conversation continues. Answer n draws
-    from the random stream seed + n. The options are those of `Chat.say`.
-    """
-    longest = ANSWER_LEN if max_gen_len is None else max_gen_len
-    return TerminalChat(Chat(model, tokenizer), longest, {**options, "stop": stop}, seed).run(about)
-
-
 class TerminalChat:
-    """A chat, its commands, and the lines that are printed."""
+    """A conversation whose messages and commands are the lines of standard input.
 
-    def __init__(self, chat: Chat, max_gen_len: int, options: dict[str, Any], seed: int) -> None:
-        self.chat = chat
-        self.max_gen_len, self.options = max_gen_len, options
-        self.seeds = count(seed)
+    On a terminal, the arrow keys show earlier lines, and Ctrl-C ends an answer; in a pipe Ctrl-C ends the command.
+    Answer n draws from the random stream seed + n. The options are those of `Chat.say`.
+    """
+
+    def __init__(self, model: "Transformer", tokenizer: "Tokenizer", *, seed: int, **options: Any) -> None:
+        self.chat = Chat(model, tokenizer)
+        self.options, self.seeds = options, count(seed)
         self.interactive = console.standard_input().isatty() and sys.stdout.isatty()
-        self.commands: dict[str, Callable[..., None]] = {
-            "/undo": self.undo,
-            "/save": self.save,
-            "/load": self.load,
-            "/stats": self.stats,
-        }
+        self.commands = {"/undo": self.undo, "/stats": self.stats}
 
     def run(self, about: str) -> int:
+        """Answer all lines up to the end or /quit, and return the exit code. On a terminal print `about` first.
+
+        An error in a turn is one line on stderr, and the conversation continues.
+        """
         if self.interactive:
             self.note(f"{about}; {CHAT_COMMANDS}; Ctrl-C ends an answer")
         for line in terminal_lines(self.note) if self.interactive else piped_lines():
@@ -69,7 +50,7 @@ class TerminalChat:
             except BrokenPipeError:
                 raise  # the reader of standard output has ended
             except (ValueError, RuntimeError, OSError) as error:
-                self.print_error(error)
+                console.say(f"error: {in_one_line(error)}")
             except KeyboardInterrupt as stop:
                 if not self.interactive or not console.is_ctrl_c(stop):
                     raise
@@ -78,26 +59,20 @@ class TerminalChat:
 
     def take(self, line: str) -> None:
         """Run the command in a line, or answer the message."""
-        if not line.strip():
-            return
+        command = line.strip()
         if not line.startswith("/"):
-            self.answer(line)
-            return
-        command, _, rest = line.partition(" ")
-        if command not in self.commands:
+            if command:
+                self.answer(line)
+        elif command in self.commands:
+            self.commands[command]()
+        else:
             raise ValueError(
                 f"{command} is not known: there are {CHAT_COMMANDS}; put a space before a message that starts with /"
             )
-        takes_a_file, rest = command in ("/save", "/load"), rest.strip()
-        if takes_a_file != bool(rest):
-            raise ValueError(
-                f"{command} needs a file: {command} FILE" if takes_a_file else f"{command} takes no argument"
-            )
-        self.commands[command](*[rest] * takes_a_file)
 
     def answer(self, text: str) -> None:
         seed = next(self.seeds) % 2**64
-        pieces = self.chat.say(text, self.max_gen_len, seed=seed, **self.options)
+        pieces = self.chat.say(text, seed=seed, **self.options)
         try:
             with interrupts(self.interactive) as pressed:
                 for piece in pieces:
@@ -123,27 +98,14 @@ class TerminalChat:
         elif last.finish_reason == "length":
             said.append(f"cut after {last.made} tokens")
         if left is not None and left < LOW * limit:
-            said.append(f"{left} of {limit} tokens left (/undo frees some, {self.endless()} has no limit)")
+            said.append(f"{left} of {limit} tokens left")
         return ", ".join(said)
-
-    def endless(self) -> str:
-        """Return flags for a conversation without a limit."""
-        on = "" if self.chat.model.kv_caching else " with the cache on"
-        return f"--kv_cache {endless(self.chat.session.max_seq_len)}{on}"
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def undo(self) -> None:
         taken = self.chat.undo()
         self.note(f"taken back: {taken[0]['content']}")
-
-    def save(self, file: str) -> None:
-        self.chat.save(file)
-        self.note(f"saved to {file}")
-
-    def load(self, file: str) -> None:
-        self.chat = Chat.load(self.chat.model, self.chat.tokenizer, file)
-        self.note(f"{len(self.chat.messages)} messages; the last: {self.chat.messages[-1]['content']}")
 
     def stats(self) -> None:
         chat, session = self.chat, self.chat.session
@@ -159,16 +121,6 @@ class TerminalChat:
     def note(self, text: str) -> None:
         """Print a line about the conversation, dim on a terminal."""
         console.put(text, dim=True)
-
-    def print_error(self, error: Exception) -> None:
-        text = in_one_line(error)
-        if isinstance(error, ContextFull):
-            text = (
-                f"the context is full: it has {error.tokens} of {error.limit} tokens, and this message needs "
-                f"{error.new} and some for an answer; /undo takes the last exchange back, and {self.endless()} or a "
-                "larger --max_seq_len at the start allows longer conversations"
-            )
-        console.say(f"error: {text}")
 
 
 def terminal_lines(note: Callable[[str], None]) -> Iterator[str]:

@@ -4,25 +4,18 @@ A run's prompts follow from its seed; `certificate` measures and judges it. Runs
 command prints the sum of that file. Knows models by their paths; does not know which difference is a violation.
 """
 
-import hashlib
 import random
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from llama.api import load, pick_device
 from llama.cli import console
 from llama.cli.progress import progress_bar
-from llama.exact import slowdown
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
 from llama.host.machine import environment
@@ -30,11 +23,12 @@ from llama.kv_cache import KVCache, cache_kind
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer
 from llama.ranks.torchrun import world_size
+from llama.sessions.origin import weights_digest
 from llama.tokenizer import Tokenizer
 from llama.verify import certificate
 from llama.verify.passes import reference_of
-from llama.verify.results import CertificateRun, add_run, comparable, read_runs, report
 from llama.verify.tolerance import TOLERANCE_FACTOR
+from llama.verify.verdict import CertificateRun, add_run, comparable, read_runs, report
 
 
 def main(
@@ -74,7 +68,7 @@ def main(
         activations: With quantize, 8 rounds the inputs of quantised products to 8 bits.
         repack: With stored weights, --repack=False leaves them in their file, mapped.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
-            is rejected: llama-kv bench --preset caches measures those.
+            is rejected; llama-kv bench --preset caches measures those.
         device: The device to compute on: auto, cpu, cuda or mps.
         output: The file in which runs add up.
     """
@@ -108,7 +102,7 @@ def facts_of(model: Transformer) -> dict[str, Any]:
     """Return the facts of a loaded model that belong to a run's configuration."""
     execution = model.execution
     return {
-        "weights": weights_id(model),
+        "weights": weights_digest(model),
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."),
         "device": str(model.device),
         "exact": execution.exact,
@@ -161,18 +155,9 @@ def check_lengths(model: Transformer, tokenizer: Tokenizer, *, tokens: int, prom
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def weights_id(model: Transformer) -> str:
-    """Return 16 hexadecimal digits that identify the weights: SHA-256 of some 1000 numbers of each tensor."""
-    digest = hashlib.sha256()
-    for name, weight in model.state_dict().items():
-        some = weight.flatten()[:: max(1, weight.numel() // 1000)].contiguous()
-        digest.update(f"{name} {tuple(weight.shape)}".encode() + bytes(some.view(torch.uint8).tolist()))
-    return digest.hexdigest()[:16]
-
-
 def choose_seeds(runs: Sequence[CertificateRun], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
     """Return `wanted` seeds that no comparable run has used: from `seed` on, or the first free ones."""
-    used = {run["seed"] for run in runs if comparable(run["config"]) == comparable(config)}
+    used = {run.seed for run in runs if comparable(run.config) == comparable(config)}
     if seed is None:
         free = (number for number in count() if number not in used)
         return [next(free) for _ in range(wanted)]
@@ -197,30 +182,16 @@ def make_runs(
     model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]
 ) -> Iterator[CertificateRun]:
     """Yield the run of each seed as soon as it is measured."""
-    timed = model.exact and model.runner is None  # native code takes the same time in both modes
-    with progress(timed + 1 + certificate.STAGES * len(seeds)) as begin:
-        cost = None
-        if timed:
-            begin("timing exact mode")
-            cost = dict(zip(("prefill", "step"), slowdown(model), strict=True))
+    with progress(1 + certificate.STAGES * len(seeds)) as begin:
         machine = environment(model.device)
         begin("copying the model to float64")
         reference = reference_of(model)
         bos = tokenizer.bos_id if tokenizer.adds_bos else None
         for number, seed in enumerate(seeds, 1):
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
-            started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
             on_stage = partial(begin, prefix=f"run {number} of {len(seeds)}: ")
             figures = certificate.measure_run(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
-            yield {
-                "config": config,
-                "seed": seed,
-                "started": started,
-                "seconds": round(time.perf_counter() - began, 3),
-                "environment": machine,
-                "exact_cost": cost,
-                "figures": asdict(figures),
-            }
+            yield CertificateRun(config, seed, machine, figures)
 
 
 @contextmanager

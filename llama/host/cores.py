@@ -59,19 +59,6 @@ def use_threads(asked: int | None) -> None:
         torch.set_num_threads(asked)
 
 
-def warn_if_oversubscribed(say: Callable[[str], None]) -> None:
-    """Say that there are more threads than usable cores: a thread that waits for a core delays all others.
-
-    Counts the threads of all ranks of a torchrun on this host; only the first rank says it.
-    """
-    ranks, cores, count = _number("LOCAL_WORLD_SIZE") or 1, usable_cores(), threads()
-    if count > 1 and ranks * count > cores and not _number("LOCAL_RANK"):
-        say(
-            f"{ranks * count} threads on the {cores} core{'s' * (cores > 1)} that this process may use wait for each "
-            f"other, which can take many times as long; give --threads {max(1, cores // ranks)}"
-        )
-
-
 class FreeCores:
     """A look at the load of the machine that begins now and ends in `choose_threads`."""
 

@@ -2,9 +2,9 @@
 
 import errno
 import os
+import secrets
 import stat
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,43 +64,17 @@ def replacing(path: Path) -> Iterator[Path]:
             new.unlink(missing_ok=True)
 
 
-def keep_file(path: Path, content: bytes) -> Path:
-    """Write the file like `replace_file`; if that fails, save the content in a temporary file or on standard output.
-
-    Raises OSError with the place.
-    """
-    try:
-        return replace_file(path, content)
-    except OSError as error:
-        why = f"{path} cannot be written: {error.strerror or error}"
-    try:
-        handle, name = tempfile.mkstemp(prefix=f"{path.stem[:100]}-", suffix=path.suffix[:20])
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-    except OSError as error:
-        print(content.decode(), flush=True)
-        raise OSError(f"{why}; nor any other file: {error.strerror}; its content is on standard output") from None
-    raise OSError(f"{why}; its content is in {name}")
-
-
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write or replace a file, which only its owner may read, as a whole; the folder must exist.
+    """Write or replace a file, which only its owner may read, as a whole.
 
     If the path is a link, the file that it leads to is replaced. Raises OSError if the file cannot be written, or is a
     device, a pipe or a directory; it then stays unchanged.
     """
-    target = _target(path)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".new")  # of mode 0600
-    new = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
-        os.replace(new, target)
-    finally:
-        new.unlink(missing_ok=True)
+    with replacing(path) as new, open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
 
 
 def cache_dir() -> Path:
@@ -118,4 +92,4 @@ def cache_dir() -> Path:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.new")
+    return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.new")

@@ -207,7 +207,10 @@ class KVCache:
         `rows` and `length` limit the result to so many rows of a text of `length` positions, so that unused capacity is
         left out. A kind with contents besides its tensors adds them as tensors, for example a count per row as int64.
         """
-        return {name: held[:rows] for name, held in self.held().items()}
+        state = {name: held[:rows] for name, held in self.held().items()}
+        if length is None or self.written("keys", length) is None:
+            return state
+        return {name: tensor[:, : self.written(name, length)] for name, tensor in state.items()}
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         """Replace the contents by `state(rows, length)` of a cache of the same kind and sizes.
@@ -216,10 +219,23 @@ class KVCache:
         """
         self.free()
         names = {name for name, value in vars(self).items() if value is None and name[0] != "_"}
-        if state.keys() - names:
+        if self.written("keys", length) is not None:
+            self._check_state(state, rows, length)
+        elif state.keys() - names:
             raise ValueError(f"the state of a cache has {sorted(state)}, but this kind stores {sorted(names)}")
         for name, tensor in state.items():
             setattr(self, name, tensor)
+
+    def written(self, name: str, length: int) -> int | None:
+        """Return the size of a stored tensor's second dimension that a text of `length` positions has written.
+
+        `state` leaves the rest out, and `restore` accepts exactly this size. None: all of it, and any size.
+        """
+        return None
+
+    def sizes(self, rows: int, length: int, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Return every buffer's shape and dtype by name, for keys like `like`, (..., n_kv_heads, head_dim)."""
+        return dict.fromkeys(("keys", "values"), ((rows, length, *like.shape[2:]), like.dtype))
 
     # ---- for kinds to call -------------------------------------------------------------------------------------------
 
@@ -258,12 +274,17 @@ class KVCache:
         pairs = torch.view_as_complex(keys.view(*keys.shape[:-1], -1, 2))
         return torch.view_as_real(pairs * turns[places]).flatten(-2).type_as(keys)
 
-    def _in_order(self, state: Mapping[str, Tensor], rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a state that has nothing else. Raises ValueError."""
-        shape = (rows, length, self.args.n_kv_heads, self.args.head_dim)
+    def _check_state(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        """Raise ValueError unless a state has exactly the buffers of `sizes`, as far as they are `written`."""
         dtype = state["keys"].dtype if "keys" in state else None
-        check_state(state, dict.fromkeys(("keys", "values"), (shape, dtype)))
-        return state["keys"], state["values"]
+        like = torch.empty((1, 1, self.args.n_kv_heads, self.args.head_dim), dtype=dtype, device="meta")
+        sizes = self.sizes(rows, length, like).items()
+        wanted = {name: ((rows, self.written(name, length), *shape[2:]), dtype) for name, (shape, dtype) in sizes}
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                has, should = found.get(name, "absent"), wanted.get(name, "absent")
+                raise ValueError(f"{name} of a cache should be {should}, but is {has}")
 
     def _enlarge(self, sizes: dict[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Move the named buffers into larger ones of these shapes and dtypes. If memory runs out, none has moved."""
@@ -312,16 +333,6 @@ def last_call(prompts: Sequence[int], ends: Sequence[int]) -> tuple[int, int]:
     steps = [end - prompt for prompt, end in zip(prompts, ends, strict=True)]
     last = [end for end, count in zip(ends, steps, strict=True) if count == max(steps)]
     return len(last), max(last)
-
-
-def check_state(state: Mapping[str, Tensor], sizes: Mapping[str, tuple[Sequence[int], torch.dtype | None]]) -> None:
-    """Raise ValueError unless the tensors of a state have, by name, these shapes and dtypes."""
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in sizes.items()}
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            has, should = found.get(name, "absent"), wanted.get(name, "absent")
-            raise ValueError(f"{name} of a cache should be {should}, but is {has}")
 
 
 def use_kind(caches: Sequence[KVCache], text: str, *, exact: bool) -> list[KVCache]:

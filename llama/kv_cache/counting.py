@@ -31,13 +31,14 @@ class CountingCache(KVCache):
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return the stored tensors, and the position behind each row's last token as `ends`, (rows,)."""
-        return {**super().state(rows, length), "ends": torch.tensor(self._ends[:rows], dtype=torch.int64, device="cpu")}
+        ends = torch.tensor(self._ends[:rows], dtype=torch.int64, device="cpu")
+        return {**super().state(rows, max(self._ends[:rows], default=0)), "ends": ends}
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         ends = state["ends"].flatten().tolist() if "ends" in state else []
         if len(ends) != rows or not all(isinstance(end, int) and end >= length for end in ends):
             raise ValueError(f"ends={ends} must be the ends of {rows} rows, each at least {length}")
-        super().restore({name: tensor for name, tensor in state.items() if name != "ends"}, rows, length)
+        super().restore({name: tensor for name, tensor in state.items() if name != "ends"}, rows, max(ends))
         self._ends = ends
 
     def truncate(self, position: int) -> bool:

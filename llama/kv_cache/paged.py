@@ -151,8 +151,12 @@ class PagedCache(KVCache, kind="paged"):
             "values": self._gathered(self.values, length, rows),
         }
 
+    def written(self, name: str, length: int) -> int:
+        return length
+
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
-        keys, values = self._in_order(state, rows, length)
+        self._check_state(state, rows, length)
+        keys, values = state["keys"], state["values"]
         self.free()
         starts, lengths = [0] * rows, [length] * rows
         self._take(starts, lengths, like=keys)
@@ -221,7 +225,7 @@ class PagedCache(KVCache, kind="paged"):
                 f"may have {self.most_blocks}; take a larger pool, fewer rows or shorter texts"
             )
         size = self._enlarged(held, held + more)
-        self._enlarge(dict.fromkeys(("keys", "values"), ((size, BLOCK, *like.shape[2:]), like.dtype)), like.device)
+        self._enlarge(self.sizes(size, BLOCK, like), like.device)
         for cache in self.pool.caches:
             cache.keys, cache.values = self.keys, self.values
         self.pool.shares += [0] * (size - held)

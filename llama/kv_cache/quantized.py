@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import check_state, doubled
+from llama.kv_cache.contract import doubled
 from llama.kv_cache.counting import CountingCache
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -88,21 +88,14 @@ class QuantizedCache(CountingCache):
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values
 
-    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        """Return the full groups, and the newest one as `keys` and `values`."""
-        end = max(self._ends[:rows], default=0)
-        state = super().state(rows, length)
-        return {name: part if name == "ends" else part[:, : _written(name, end)] for name, part in state.items()}
+    def written(self, name: str, length: int) -> int:
+        """Return the number of full groups, or the length of the newest one for `keys` and `values`."""
+        return length - _newest(length) if name in ("keys", "values") else length // GROUP
 
     def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
         super().restore(state, rows, length)
-        end = max(self._ends)
-        dtype = state["keys"].dtype if "keys" in state else None
-        like = torch.empty((self.args.n_kv_heads, self.args.head_dim), dtype=dtype, device="meta")[None, None]
-        sizes = self.sizes(rows, -(-end // GROUP), like)
-        wanted = {name: ((rows, _written(name, end), *shape[2:]), dtype) for name, (shape, dtype) in sizes.items()}
-        check_state({name: part for name, part in state.items() if name != "ends"}, wanted)
-        self._enlarge(sizes, state["keys"].device)
+        keys = state["keys"]
+        self._enlarge(self.sizes(rows, -(-max(self._ends) // GROUP), keys), keys.device)
 
     def _refusal(self, start: int, end: int) -> str | None:
         if start % GROUP == 0 or start >= _newest(end):
@@ -231,11 +224,6 @@ def _unpacked(codes: Tensor, bits: int) -> Tensor:
 def _run(length: int) -> int:
     """Return the number of codes in a run."""
     return GROUP if length % GROUP == 0 else length
-
-
-def _written(name: str, end: int) -> int:
-    """Return the length of a buffer's second dimension that a row with this end has written."""
-    return end - _newest(end) if name in ("keys", "values") else end // GROUP
 
 
 def _newest(end: int) -> int:

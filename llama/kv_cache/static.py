@@ -1,6 +1,6 @@
 """The static cache: memory that is allocated once and written in place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -34,12 +34,8 @@ class StaticCache(KVCache, kind="static"):
         rows, length = max(len(prompts), reserved[0]), max(*prompts, reserved[1])
         return rows * doubled(length, max(ends), self.args.max_seq_len) * self.position_bytes(itemsize)
 
-    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        return {name: buffer[:, :length] for name, buffer in super().state(rows).items()}
-
-    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
-        self._in_order(state, rows, length)
-        super().restore(state, rows, length)
+    def written(self, name: str, length: int) -> int:
+        return length
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, at least `rows` x `length`, for callers that write into them."""
@@ -57,5 +53,4 @@ class StaticCache(KVCache, kind="static"):
         held_rows, held = self.reserved if self.keys is None else self.keys.shape[:2]
         if self.keys is not None and length > held:  # or every step would copy the text
             length = min(max(length, 2 * held), self.args.max_seq_len)
-        shape = (max(rows, held_rows), max(length, held), self.args.n_kv_heads, self.args.head_dim)
-        self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)
+        self._enlarge(self.sizes(max(rows, held_rows), max(length, held), like), like.device)

@@ -4,7 +4,7 @@ Source: Xiao et al., Efficient Streaming Language Models with Attention Sinks, h
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.kv_cache.contract import doubled
 from llama.kv_cache.counting import CountingCache
-from llama.rope import RopeTable
 from llama.rows import Rows
 
 DEFAULT_SINKS = 4  # the paper finds that more do not help
@@ -32,11 +31,8 @@ class WindowCache(CountingCache, kind="window"):
     lossless = False
     unrotated = True
     preallocates = True
-
-    def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
-        super().__init__(args, layer, rope)
-        self._seen: Tensor | None = None
-        self._positions: Tensor | None = None
+    _seen: Tensor | None = None
+    _positions: Tensor | None = None
 
     def configure(self, params: str) -> None:
         self.window, self.sinks = window_and_sinks(self.args, params)
@@ -54,15 +50,8 @@ class WindowCache(CountingCache, kind="window"):
         super().free()
         self._seen = self._positions = None
 
-    def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
-        taken = min(max(self._ends[:rows], default=0), self.window + self.sinks)
-        state = super().state(rows, length)
-        return {name: tensor if name == "ends" else tensor[:, :taken] for name, tensor in state.items()}
-
-    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
-        super().restore(state, rows, length)
-        held = {name: tensor for name, tensor in state.items() if name != "ends"}
-        self._in_order(held, rows, min(max(self._ends), self.window + self.sinks))
+    def written(self, name: str, length: int) -> int:
+        return min(length, self.window + self.sinks)
 
     @property
     def slots(self) -> None:
@@ -106,8 +95,7 @@ class WindowCache(CountingCache, kind="window"):
         if held and length > held:
             length = max(length, min(2 * held, most))
         length = max(length, held, min(self.reserved[1], most))
-        shape = (max(rows, held_rows, self.reserved[0]), length, *like.shape[2:])
-        self._enlarge(dict.fromkeys(("keys", "values"), (shape, like.dtype)), like.device)
+        self._enlarge(self.sizes(max(rows, held_rows, self.reserved[0]), length, like), like.device)
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Return the slots of positions."""

@@ -64,10 +64,7 @@ class Content:
 
 @dataclass(frozen=True)
 class _Facts:
-    """The values besides the tensors, in the order of the file. Raises ValueError for values of other types.
-
-    `place`: see `origin`. The first files of this format had neither `note` nor `activations`.
-    """
+    """The values besides the tensors. `place`: see `origin`. Raises ValueError for values of other types."""
 
     kv_cache: str
     max_seq_len: int
@@ -81,8 +78,8 @@ class _Facts:
     weights: str
     tokenizer: str
     tensors: str
-    note: str | None = None
-    activations: int | None = None
+    note: str | None
+    activations: int
 
     def __post_init__(self) -> None:
         counts = (self.max_seq_len, self.held, self.written, 0 if self.bound is None else self.bound)
@@ -94,7 +91,7 @@ class _Facts:
             and type(self.exact) is bool
             and isinstance(self.place, str | None)
             and isinstance(self.note, str | None)
-            and self.activations in (None, 8, 16)
+            and self.activations in (8, 16)
             and self.held <= self.written
         ):
             raise ValueError("a session needs a note of text or None, and counts from 0 on with held <= written")

@@ -41,13 +41,13 @@ def origin(model: Switches) -> dict[str, Any]:
 
 
 def check_origin(model: Switches, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError if a saved `origin` differs from the model's; activations of None fit every model."""
+    """Raise ValueError if a saved `origin` differs from the model's."""
     here = origin(model)
     sizes, now = saved["sizes"], here.pop("sizes")
     pairs = [(name, sizes.get(name), now.get(name)) for name in sorted(sizes.keys() | now.keys())]
     pairs += [(name, saved[name], value) for name, value in here.items()]
     for name, then, value in pairs:
-        if then != value and (name, then) != ("activations", None):
+        if then != value:
             raise ValueError(
                 f"it was saved with another model or mode: {printable(name, 40)} was {then!r:.120}, and is "
                 f"{value!r:.120} here; {_REMEDIES.get(name, 'load the model that it was saved with')}"

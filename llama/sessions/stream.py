@@ -4,27 +4,18 @@ Knows that a text has one writer at a time; does not know how a token is generat
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from llama.streaming import Completion, Stream
 
 
-class Streamed(Protocol):
-    """A session, as far as a stream uses it. writer: the mark of the stream that may continue the text."""
-
-    model: Any
-    writer: object
-
-    def computing(self, kv_caching: bool | None = None) -> AbstractContextManager[None]: ...
-
-
 class SessionStream(Iterator[str]):
-    """An iterator over the pieces of a session's text. `result` is the Completion so far."""
+    """An iterator over the pieces of a Session's text. `result` is the Completion so far."""
 
-    def __init__(self, session: Streamed, stream: Stream, *, kv_caching: bool) -> None:
+    def __init__(self, session: Any, stream: Stream, *, kv_caching: bool) -> None:
         self._session, self._stream, self._kv_caching = session, stream, kv_caching
         self._model_was = self._model_is()
         self._mark = session.writer = object()  # not `self`: a reference cycle would delay freeing the cache

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from llama.tokenizer.vocabulary import (
     MAX_MERGES,
     SPACE_MARK,
     GgufTokens,
-    check_text,
-    check_tokens,
     library_errors,
     reject_unrepresentable,
 )
@@ -91,7 +89,6 @@ class BpeCodec:
     ) -> None:
         self.vocab, self.merges, self.added, self.form = vocab, merges, added, form
         self.whole_words, self.byte_fallback, self._masks = whole_words, byte_fallback, masks
-        check_tokens(vocab)
         _check_merges(vocab, merges)
         if (length := sum(len(token.text) for token in added)) > _MAX_ADDED_LENGTH:
             raise ValueError(f"the added tokens have {length} characters; the limit is {_MAX_ADDED_LENGTH}")
@@ -101,29 +98,21 @@ class BpeCodec:
         if isinstance(form, ByteLevel) and not set("".join(vocab)) <= self._letters.keys():
             odd = next(text for text in vocab if not set(text) <= self._letters.keys())
             raise ValueError(f"token {odd!r:.80} with id {vocab[odd]} is not a byte-level token")
-        self._variants: dict[tuple[frozenset[str], bool], tuple[Library, list[int]]] = {}
+        self._variant = lru_cache(_MAX_VARIANTS)(self._make_variant)
         self._model  # noqa: B018  builds the library's model now, so that its errors appear on opening
 
     # ---- text -> ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
-        check_text(text, "the text")
-        key = (special, begins or isinstance(self.form, ByteLevel))
-        variant = self._variants.get(key)
-        if variant is None:
-            with library_errors("tokenizers", "take this vocabulary"):
-                variant = self._variant(*key)
-            if len(self._variants) >= _MAX_VARIANTS:
-                self._variants.clear()
-            self._variants[key] = variant
-        library, ids = variant
+        with library_errors("tokenizers", "take this vocabulary"):
+            library, ids = self._variant(special, begins or isinstance(self.form, ByteLevel))
         with library_errors("tokenizers", f"encode the text that begins {text[:40]!r}"):
             found = [ids[number] for number in library.encode(text, add_special_tokens=False).ids]
         if _UNKNOWN in found:
             self._reject_unknown(text if library.normalizer is None else library.normalizer.normalize_str(text))
         return found
 
-    def _variant(self, special: frozenset[str], begins: bool) -> "tuple[Library, list[int]]":
+    def _make_variant(self, special: frozenset[str], begins: bool) -> "tuple[Library, list[int]]":
         """Return the library that finds these special tokens, and the id for each of its numbers 0, 1, 2, ...
 
         The library numbers added tokens itself, whatever their ids are.

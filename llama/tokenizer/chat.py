@@ -7,9 +7,8 @@ every character of a content that occurs in any special token is replaced by a p
 else. In the rendered text a special token then has no character of a content. Afterwards the replacement is undone.
 Three notes:
 
-- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So the unchanged contents are
-  rendered, too. If both texts are equal after undoing, the replacement did not matter. If not, a third rendering
-  replaces only whole special tokens; it is used if it has the special tokens of the first one in the same order, and
+- A template may search a content, as Qwen 3's does for `</think>`, and would not find it. So a second rendering
+  replaces only whole special tokens. It is used if it has the special tokens of the first one in the same order, and
   else the first one is used.
 - White space is not replaced, because templates trim it; a special token of white space is never recognised.
 - Markers that are plain text, such as Zephyr's `<|user|>` in a vocabulary without that token, are not special tokens:
@@ -19,7 +18,6 @@ The plain text between two special tokens is encoded in one call, as in the libr
 so merges cross from a template's text into a content.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from itertools import accumulate
 from typing import Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
+from llama.tokenizer.vocabulary import check_text
 from llama.untrusted.template import DialogRefused, Renderer, TemplateFailed
 
 Role = Literal["system", "user", "assistant"]
@@ -53,15 +52,10 @@ class Rendering:
     def text(self) -> str:
         return "".join(self.parts)
 
-    @cached_property
-    def _starts(self) -> dict[int, int]:
-        """The index of the part, by the position in the text, of each special token."""
-        places = [0, *accumulate(map(len, self.parts))]
-        return {places[index]: index for index in range(1, len(self.parts), 2)}
-
     def after(self, place: int) -> "Rendering | None":
         """Return the rest from character `place` on; None if no special token begins there."""
-        index = self._starts.get(place)
+        places = [0, *accumulate(map(len, self.parts))]
+        index = next((index for index in range(1, len(self.parts), 2) if places[index] == place), None)
         return None if index is None else Rendering(["", *self.parts[index:]])
 
 
@@ -162,24 +156,22 @@ class ChatFormat:
         hidden, back = str.maketrans(hide), str.maketrans({stand_in: char for char, stand_in in hide.items()})
         replacements: list[Callable[[str], str]] = [
             lambda content: content.translate(hidden),
-            lambda content: content,
             lambda content: self._hide_special_tokens(content, hidden),
         ]
         ids = {name: getattr(self.tokenizer, f"{name}_id") for name in ("bos", "eos", "pad")}
         texts = {f"{name}_token": text for name, id in ids.items() if (text := self._text_of(id)) is not None}
         given = {**texts, "add_generation_prompt": True, "tools": None, "documents": None}
-        safe, plain, readable = renderer.render(
+        safe, readable = renderer.render(
             [
                 {**given, "messages": [{**message, "content": replace(message["content"])} for message in dialog]}
                 for replace in replacements
             ],
             cut_at=self._special_texts,
         )
-        if not any(plain):
+        if not any(safe):
             raise TemplateFailed("the chat template gives no text")
-        if "".join(safe).translate(back) != "".join(plain) and readable[1::2] == safe[1::2]:
-            safe = readable
-        return [part if index % 2 else part.translate(back) for index, part in enumerate(safe)]
+        chosen = readable if readable[1::2] == safe[1::2] else safe
+        return [part if index % 2 else part.translate(back) for index, part in enumerate(chosen)]
 
     def _hide_special_tokens(self, content: str, hidden: dict[int, str]) -> str:
         """Return a content with the characters of whole special tokens replaced."""
@@ -224,8 +216,4 @@ def _check_message(message: object) -> None:
         raise ValueError(f"unknown role {message['role']!r}; known are {', '.join(get_args(Role))}")
     if not isinstance(message["content"], str):
         raise ValueError(f"the content of a message is a str, not {type(message['content']).__name__}")
-    if half := re.search("[\ud800-\udfff]", message["content"]):  # JSON would join two of them to one character
-        raise ValueError(
-            f"character {half.start()} of the text, {half[0]!r}, is half of a surrogate pair; "
-            "decode the text properly first"
-        )
+    check_text(message["content"], "the text")  # JSON would join two halves of a pair to one character

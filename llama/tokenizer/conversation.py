@@ -3,7 +3,6 @@
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from os import PathLike, fspath
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from llama.request import Options, listing_options, make_request
@@ -34,23 +33,6 @@ class Turn:
     made: int
     per_second: float | None
     finish_reason: Literal["stop", "length"] | None
-
-
-class ContextFull(ValueError):
-    """A message does not fit into max_seq_len. The conversation is unchanged."""
-
-    def __init__(self, tokens: int, new: int, limit: int) -> None:
-        super().__init__(
-            f"the conversation has {tokens} tokens, and with {new} for this message and {MIN_ANSWER} for an answer it "
-            f"would exceed max_seq_len={limit}; undo an exchange, or start with a larger max_seq_len or "
-            f"kv_cache={endless(limit)!r}, which has no such limit"
-        )
-        self.tokens, self.new, self.limit = tokens, new, limit
-
-
-def endless(max_seq_len: int) -> str:
-    """Return a kind of cache with which a text of a model of this length has no limit."""
-    return f"window:{max(1, min(1024, max_seq_len // 2))}+4"
 
 
 class Chat:
@@ -108,8 +90,8 @@ class Chat:
 
         `max_gen_len` is cut to the remaining length; `stop` and the options are those of `Session.stream`. The tokens
         of a stop string stay in the conversation. `close` or an exception ends the answer; if it has no token yet, the
-        message is removed, too. Raises ValueError for an empty message or one that the chat template rejects, and
-        ContextFull; the conversation is then unchanged.
+        message is removed, too. Raises ValueError for a message that is empty, that the chat template rejects, or that
+        does not fit into max_seq_len; the conversation is then unchanged.
         """
         self.finish()
         if not isinstance(text, str) or not text.strip():
@@ -122,8 +104,12 @@ class Chat:
         if self.left is not None:
             remaining = self.session.max_seq_len - len(prompt)
             if remaining < MIN_ANSWER:
-                unchanged = asked.kept[-1]
-                raise ContextFull(unchanged, len(prompt) - unchanged, self.session.max_seq_len)
+                limit, now = self.session.max_seq_len, asked.kept[-1]
+                raise ValueError(
+                    f"the conversation has {now} tokens, and with {len(prompt) - now} for the message and {MIN_ANSWER} "
+                    f"for an answer it would exceed max_seq_len={limit}; undo an exchange, or start with a larger "
+                    f"max_seq_len or kv_cache='window:{max(1, min(1024, limit // 2))}+4', which has no such limit"
+                )
             max_gen_len = min(max_gen_len, remaining) if isinstance(max_gen_len, int) else max_gen_len
         caching, bound = self.model.kv_caching, self.session.bound
         # Rejects invalid options now; the iterator would do so at its first step.
@@ -144,28 +130,6 @@ class Chat:
             self._answer.close()
             self._answer = None
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the conversation and its cache to a file."""
-        self.finish()
-        if not self._transcript.kept:
-            raise ValueError("the conversation has no message, so there is nothing to save")
-        self.session.note = self._transcript.to_json()
-        self.session.save(path)
-
-    @classmethod
-    def load(cls, model: "Transformer", tokenizer: "Tokenizer", path: str | PathLike[str]) -> "Chat":
-        """Return the conversation in a file that `save` wrote. Raises ValueError if the file has none."""
-        chat = cls(model, tokenizer)
-        session = model.load_session(path, tokenizer)
-        if session.note is None:
-            raise ValueError(f"{fspath(path)} has a session without a conversation; model.load_session loads it")
-        try:
-            chat._transcript = Transcript.from_json(session.note, session.tokens)
-        except ValueError as error:
-            raise ValueError(f"{fspath(path)} is damaged: {error}") from None
-        chat.session = session
-        return chat
-
     def _undo(self) -> None:
         """Restore the state before the last user message."""
         self._transcript, left = self._transcript.undo(self.tokenizer, self.session.tokens)
@@ -174,55 +138,34 @@ class Chat:
     def _stream(
         self, asked: Transcript, prompt: list[int], max_gen_len: int, stop: str | Sequence[str], options: Options
     ) -> Generator[str, None, None]:
-        session, clock = self.session, _Clock()
+        session, seconds, began = self.session, 0.0, time.perf_counter()
+        timed: list[tuple[float, int]] = []  # seconds and tokens at the first piece, and at the latest one
         self._transcript = asked
         try:
-            with clock:
-                fed = session.feed(prompt)
+            fed = session.feed(prompt)
             with session.stream(max_gen_len, stop=stop, **options) as stream:
                 while True:
-                    with clock:
-                        piece = next(stream, None)
+                    piece = next(stream, None)
+                    seconds += time.perf_counter() - began
                     made = len(session.tokens) - len(prompt)
                     if piece is not None:
-                        clock.note(made)
+                        timed[1:] = [(seconds, made)]
+                    first = timed[0][0] if timed else seconds
                     reason = stream.result["finish_reason"]
-                    self.last = Turn(fed, len(prompt), clock.first, made, clock.per_second, reason)
+                    self.last = Turn(fed, len(prompt), first, made, _rate(timed), reason)
                     if piece is None:
                         return
                     yield piece
+                    began = time.perf_counter()
         except BaseException:
             if len(session.tokens) <= len(prompt):
                 self._undo()  # without an answer the message is removed, too
             raise
 
 
-class _Clock:
-    """Sums the seconds under `with`, and stores the times of the first and the last tokens."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._notes: list[tuple[float, int]] = []
-
-    @property
-    def first(self) -> float:
-        """Seconds to the first token, or to the end of an answer without tokens."""
-        return self._notes[0][0] if self._notes else self.seconds
-
-    @property
-    def per_second(self) -> float | None:
-        """Tokens per second, from the first to the last."""
-        if not self._notes:
-            return None
-        (began, first), (ended, last) = self._notes[0], self._notes[-1]
-        return (last - first) / (ended - began) if last > first else None
-
-    def note(self, tokens: int) -> None:
-        self._notes[1:] = [(self.seconds, tokens)] if self._notes else []
-        self._notes = self._notes or [(self.seconds, tokens)]
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._began
+def _rate(timed: list[tuple[float, int]]) -> float | None:
+    """Return the tokens per second from the first of these points to the last; None if there is one at most."""
+    if len(timed) < 2:
+        return None
+    (began, first), (ended, last) = timed
+    return (last - first) / (ended - began) if last > first else None

@@ -11,13 +11,14 @@ from typing import Any
 from llama.tokenizer.bpe import Added, BpeCodec, ByteLevel
 from llama.tokenizer.patterns import ALIASES, PRE_TOKENIZERS
 from llama.tokenizer.sentencepiece_file import SentencePieceCodec, pieces_of
-from llama.tokenizer.vocabulary import Codec, Vocabulary, check_template, check_text, split_ends
+from llama.tokenizer.vocabulary import Codec, Vocabulary, check_template, check_tokens, split_ends
 from llama.untrusted.model_proto import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, ModelProto, Piece
 
 _PREFIX = "tokenizer.ggml."
 _TYPE_NAMES = {str: "text", int: "a whole number from 0 on", float: "a float", bool: "true or false"}
 _END_OF_MESSAGE = "<|eom_id|>"
 _ENDS = ("eos", "eot", "eom")
+_READ_BACK = ("pieces", "user_tokens", "special_tokens", "bos_id", "adds_bos", "pad_id", "strips_space")
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,11 @@ def _words(facts: Mapping[str, Any], ends: set[int | None]) -> _Words:
         last = {text: i for i, text in enumerate(texts)}
         twice = next(last[text] for i, text in enumerate(texts) if last[text] != i)
         raise ValueError(f"token {twice}, {texts[twice]!r:.80}, is in the vocabulary twice")
-    check_text("".join(texts), "a token")
+    check_tokens({text: i for i, text in enumerate(texts)})
     named = list(enumerate(kinds))
     special = {texts[i]: i for i, kind in named if kind in (UNKNOWN, CONTROL)}
     forbidden, users = split_ends({texts[i]: i for i, kind in named if kind == USER_DEFINED}, ends)
     special |= forbidden
-    if "" in special or "" in users:
-        raise ValueError("an added token is empty")
     return _Words(texts, kinds, special, users)
 
 
@@ -211,20 +210,8 @@ def _named_ends(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _check_read_back(written: Vocabulary, read: Vocabulary) -> None:
     """Raise ValueError with the names of the properties that differ after reading; padding tokens do not count."""
-    ours, theirs = _facts(written), _facts(read)
-    lost = [name for name in ours if ours[name] != theirs[name]]
+    lost = [name for name in _READ_BACK if getattr(written, name) != getattr(read, name)]
+    if set(written.eos_ids) != set(read.eos_ids):
+        lost.append("eos_ids")
     if lost:
         raise ValueError(f"a .gguf file cannot express this tokenizer's {', '.join(lost)}")
-
-
-def _facts(vocabulary: Vocabulary) -> dict[str, object]:
-    """Return the properties that decide on texts and ids, by name."""
-    return {
-        "tokens": vocabulary.pieces,
-        "added tokens": vocabulary.user_tokens,
-        "special tokens": vocabulary.special_tokens,
-        "BOS": (vocabulary.bos_id, vocabulary.adds_bos),
-        "ends of a text": set(vocabulary.eos_ids),
-        "padding": vocabulary.pad_id,
-        "spaces": vocabulary.strips_space,
-    }

@@ -16,12 +16,11 @@ from llama.tokenizer.vocabulary import (
     SPACE_MARK,
     Vocabulary,
     check_template,
-    check_text,
+    check_tokens,
     read_file,
     split_ends,
 )
 from llama.untrusted.json_object import parse_object
-from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
 _MAX_CONFIG_BYTES = 8 << 20  # tokenizer_config.json repeats all added tokens
 
@@ -61,6 +60,7 @@ def read_huggingface(path: Path) -> Vocabulary:
     _only(spec, _SPEC_KEYS, "tokenizer.json")
     model = _model(spec)
     vocab: dict[str, Any] = _typed(model, "vocab", dict)
+    check_tokens(vocab)
     added = _with_named(_added_tokens(spec), vocab, settings)
     ids = {token.text: token.id for token in added}
     opening = _template_opening(spec.get("post_processor"), ids)
@@ -130,12 +130,9 @@ def _added_tokens(spec: Mapping[str, Any]) -> list[Added]:
         if not isinstance(entry, dict):
             raise ValueError(f"added token {entry!r:.80} must be an object")
         _only(entry, {"id", "content", *_ADDED_FLAGS}, "an added token")
-        text, token_id = _typed(entry, "content", str), entry.get("id")
-        if not 0 < len(text) <= MAX_TOKEN_LENGTH:
-            raise ValueError(f"added token {text!r:.80}: empty, or longer than {MAX_TOKEN_LENGTH}")
-        if type(token_id) is not int or not 0 <= token_id < MAX_WORDS:
-            raise ValueError(f"added token {text!r:.80} has id {token_id!r:.40}; it must be a whole number from 0 on")
-        check_text(text, f"added token {text!r:.80}")
+        text: str = _typed(entry, "content", str)
+        token_id: Any = entry.get("id")
+        check_tokens({text: token_id})
         added.append(Added(text, token_id, **{flag: _flag(entry, flag) for flag in _ADDED_FLAGS}))
     return added
 

@@ -12,9 +12,8 @@ from llama.tokenizer.vocabulary import (
     SPACE_MARK,
     GgufTokens,
     Vocabulary,
-    WholeTokens,
-    check_text,
     library_errors,
+    parts,
     reject_unrepresentable,
 )
 from llama.untrusted.model_proto import (
@@ -73,47 +72,37 @@ class SentencePieceCodec:
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens
         self._known = {piece.text for piece in proto.pieces if piece.kind not in (CONTROL, UNKNOWN)}
-        self._whole = WholeTokens(special_tokens, user_tokens)
         self._processor  # noqa: B018  builds the library's model now, so that its errors appear on opening
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
-        check_text(text, "the text")
         ids: list[int] = []
-        for place, part in enumerate(self._whole.parts(text, special)):
+        whole = {**self._user_tokens, **{token: self._special_tokens[token] for token in special}}
+        for place, part in enumerate(parts(text, whole)):
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            processor = self._processor if begins or place > 0 else self._continuing
+            space = " " if self.proto.add_dummy_prefix and (begins or place > 0) else ""
             with library_errors("sentencepiece", f"encode the text that begins {part[:40]!r}"):
-                found = processor.encode(part)
-            if self._unknown in found:
+                found = self._processor.encode(space + part)
+            if len(self.proto.pieces) in found:
                 reject_unrepresentable(
                     set(part.replace(" ", SPACE_MARK)) - self._known, "it has no tokens for them, nor for bytes"
                 )
             ids.extend(found)
         return ids
 
-    @property
-    def _unknown(self) -> int:
-        return len(self.proto.pieces)
-
     @cached_property
     def _processor(self) -> "SentencePieceProcessor":
-        return self._load(self.proto.add_dummy_prefix)
+        """The library with the pieces and one more for unknown characters: the file's own is a special token.
 
-    @cached_property
-    def _continuing(self) -> "SentencePieceProcessor":
-        """The library for a text that continues another one: without a space before it."""
-        return self._load(False)
-
-    def _load(self, add_dummy_prefix: bool) -> "SentencePieceProcessor":
-        """Return the library with the pieces and one more for unknown characters: the file's own is a special token."""
+        It adds no space before a text, because texts that continue another one have none.
+        """
         from sentencepiece import SentencePieceProcessor
 
         pieces = [replace(piece, kind=CONTROL) if piece.kind == UNKNOWN else piece for piece in self.proto.pieces]
         texts = {piece.text for piece in pieces}
         unknown = next(text for i in range(len(texts) + 1) if (text := f"<unknown {i}>") not in texts)
-        proto = replace(self.proto, pieces=[*pieces, Piece(unknown, 0.0, UNKNOWN)], add_dummy_prefix=add_dummy_prefix)
+        proto = replace(self.proto, pieces=[*pieces, Piece(unknown, 0.0, UNKNOWN)], add_dummy_prefix=False)
         with library_errors("sentencepiece", "take this vocabulary"):
             return SentencePieceProcessor(model_proto=write_model_proto(proto))
 

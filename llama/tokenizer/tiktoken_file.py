@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
-from llama.tokenizer.vocabulary import GgufTokens, Vocabulary, WholeTokens, check_text, library_errors
+from llama.tokenizer.vocabulary import GgufTokens, Vocabulary, library_errors, parts
 from llama.untrusted.model_proto import MAX_TOKEN_LENGTH
 
 _SPECIALS = (
@@ -86,14 +86,13 @@ class TiktokenCodec:
     def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
         import tiktoken  # only this kind of file needs it
 
-        self._ranks, self._whole = ranks, WholeTokens(special_tokens, {})
+        self._ranks, self._special_tokens = ranks, special_tokens
         self._bpe = tiktoken.Encoding("llama", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         """Return the ids; runs of 25,000 (non-)spaces and texts of 400,000 characters are split as Meta does."""
-        check_text(text, "the text")
         ids: list[int] = []
-        for part in self._whole.parts(text, special):
+        for part in parts(text, {token: self._special_tokens[token] for token in special}):
             if isinstance(part, int):
                 ids.append(part)
                 continue

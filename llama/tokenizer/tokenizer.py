@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from llama.tokenizer.vocabulary import Vocabulary, read_file
+from llama.tokenizer.vocabulary import Vocabulary, check_text, read_file
 
 _END_MARKS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
@@ -18,15 +18,6 @@ class Tokenizer:
     special_tokens: text -> id. stop_tokens: the file's end tokens and the special tokens with the well-known name of an
     end. adds_bos: whether a text begins with `bos_id`. n_words: the number of ids in the file; see `widen` for more.
     """
-
-    n_words: int
-    bos_id: int | None
-    eos_id: int | None
-    pad_id: int | None
-    stop_tokens: list[int]
-    special_tokens: dict[str, int]
-    adds_bos: bool
-    chat_template: str | None
 
     def __init__(self, model_path: str | PathLike[str]) -> None:
         file = Path(model_path)
@@ -74,7 +65,7 @@ class Tokenizer:
 
     def widen(self, size: int) -> None:
         """Decode ids below `size`, the rows of a model's embedding, that have no token in the file to nothing."""
-        self._size = max(self.n_words, size)
+        self._size = max(self._vocabulary.size, size)
 
     def _take(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -110,6 +101,7 @@ class Tokenizer:
         `disallowed_special` that are not allowed raise ValueError, and so does text that the vocabulary cannot
         represent. `begins=False`: the text continues another one, so SentencePiece adds no space before it.
         """
+        check_text(s, "the text")
         allowed = frozenset(self.special_tokens if allowed_special == "all" else allowed_special)
         if unknown := allowed - self.special_tokens.keys():
             raise ValueError(f"allowed_special has {sorted(unknown)}, which this tokenizer does not know")

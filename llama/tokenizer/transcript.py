@@ -5,14 +5,13 @@ model often generates other ids than those to which their text encodes. So a tra
 in the ids and in the rendered text, and the answer's ids stay as long as the rendering contains its text.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from llama.request import common_beginning
 from llama.tokenizer import Tokenizer
-from llama.tokenizer.chat import ChatFormat, Dialog, Message, check_dialog
+from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 
 class End(NamedTuple):
@@ -54,7 +53,7 @@ class Transcript:
                 begin, rest = end.ids, behind
                 answers.append(end)
         prompt = [*ids[:begin], *format.encode(rest)]
-        kept = (*self.kept, _common(ids, prompt))
+        kept = (*self.kept, common_beginning(ids, prompt))
         return Transcript(tuple(dialog), rendering.text, len(prompt), tuple(answers), kept), prompt
 
     def undo(self, tokenizer: Tokenizer, ids: Sequence[int]) -> "tuple[Transcript, int]":
@@ -68,7 +67,7 @@ class Transcript:
 
     def _ends(self, tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[End]:
         """Return the ends of answers, in order, up to which the ids are valid for the beginning of a new rendering."""
-        same = _common(self.text, text)
+        same = common_beginning(self.text, text)
         ends = [end for end in self.answers if end.text <= same]
         if self.begin is None or same < len(self.text):
             return ends
@@ -78,39 +77,3 @@ class Transcript:
         # Templates contain the answer as it is, or trimmed.
         forms = [form for form in (answer.strip(), answer) if text.startswith(form, same)]
         return ends + [End(len(ids), same + len(form)) for form in dict.fromkeys(forms)]
-
-    # ---- JSON --------------------------------------------------------------------------------------------------------
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str, ids: Sequence[int]) -> "Transcript":
-        """Return the transcript that `to_json` wrote, for these ids. Raises ValueError for any other text."""
-        try:
-            fields: dict[str, Any] = json.loads(text)
-            fields["messages"], fields["kept"] = tuple(fields["messages"]), tuple(fields["kept"])
-            fields["answers"] = tuple(End(*end) for end in fields["answers"])
-            made = cls(**fields)
-            check_dialog(list(made.messages))
-            users = sum(message["role"] == "user" for message in made.messages)
-            counts = [*made.kept, *(number for end in made.answers for number in end)]
-            counts += [] if made.begin is None else [made.begin, made.begin - 1]
-            valid = len(fields) == 5 and isinstance(made.text, str) and len(made.kept) == users > 0
-            if valid and all(type(count) is int and count >= 0 for count in counts) and made._fits(len(ids)):
-                return made
-        except (AttributeError, KeyError, TypeError, RecursionError, ValueError):
-            pass
-        raise ValueError("its transcript of the conversation is invalid")
-
-    def _fits(self, ids: int) -> bool:
-        """Return whether all ends lie inside a text of `ids` ids, in order."""
-        last = ids if self.begin is None else self.begin
-        ends = [*self.answers, End(last, len(self.text))]
-        return last <= ids and all(one.ids <= next.ids and one.text <= next.text for one, next in pairwise(ends))
-
-
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

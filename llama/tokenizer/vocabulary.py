@@ -125,50 +125,28 @@ def reject_unrepresentable(characters: Iterable[str], why: str) -> None:
 # ---- parts of texts --------------------------------------------------------------------------------------------------
 
 
-class Splitter:
-    """Finds whole tokens in a text; of two that begin at one place it takes the longer. Time: linear in the text."""
+def parts(text: str, tokens: Mapping[str, int]) -> Iterator[str | int]:
+    """Yield the ids of the tokens in a text, and the texts between them that are not empty. Time: linear in the text.
 
-    def __init__(self, whole: Mapping[str, int]) -> None:
-        self._whole = dict(whole)
-        lengths: dict[str, set[int]] = {}
-        for token in whole:
-            lengths.setdefault(token[0], set()).add(len(token))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
-        self._firsts = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]") if whole else None
-
-    def parts(self, text: str) -> Iterator[str | int]:
-        """Yield the ids of the tokens, and the texts between them that are not empty."""
-        at = done = 0
-        while self._firsts is not None and (found := self._firsts.search(text, at)):
-            token = self._token_at(text, found.start())
-            at = found.start() + 1
-            if token is not None:
+    Of two tokens that begin at one place the longer one is found.
+    """
+    lengths: dict[str, set[int]] = {}
+    for token in tokens:
+        lengths.setdefault(token[0], set()).add(len(token))
+    firsts = re.compile("[" + "".join(map(re.escape, lengths)) + "]") if tokens else None
+    at = done = 0
+    while firsts is not None and (found := firsts.search(text, at)):
+        at = found.start() + 1
+        for length in sorted(lengths[found[0]], reverse=True):
+            token = text[found.start() : found.start() + length]
+            if token in tokens:
                 if done < found.start():
                     yield text[done : found.start()]
-                yield self._whole[token]
-                at = done = found.start() + len(token)
-        if done < len(text):
-            yield text[done:]
-
-    def _token_at(self, text: str, start: int) -> str | None:
-        spelled = (text[start : start + length] for length in self._lengths[text[start]])
-        return next((token for token in spelled if token in self._whole), None)
-
-
-class WholeTokens:
-    """Splits a text at user tokens and at the special tokens that are allowed."""
-
-    def __init__(self, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
-        self._special_tokens, self._user_tokens = special_tokens, user_tokens
-        self._latest: tuple[frozenset[str], Splitter] | None = None  # assigned as one object: threads may share it
-
-    def parts(self, text: str, special: frozenset[str]) -> Iterator[str | int]:
-        """Return the iterator of `Splitter.parts` for user tokens and these special tokens."""
-        latest = self._latest
-        if latest is None or latest[0] != special:
-            asked = {token: self._special_tokens[token] for token in special}
-            self._latest = latest = special, Splitter({**self._user_tokens, **asked})
-        return latest[1].parts(text)
+                yield tokens[token]
+                at = done = found.start() + length
+                break
+    if done < len(text):
+        yield text[done:]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

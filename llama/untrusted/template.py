@@ -21,7 +21,7 @@ from llama.untrusted.words import printable
 
 MOST_TEMPLATE = 64 << 10  # bytes of a template, in UTF-8
 WALL_SECONDS = 10.0  # for one request; the process itself stops after one second of CPU time
-_MAX_REPLY = 32 << 20  # bytes; three renderings at their limit take less
+_MAX_REPLY = 32 << 20  # bytes; two renderings at their limit take less
 _MAX_REASON = 200  # characters of a template's own error message
 
 _CHILD = Path(__file__).with_name("template_child.py")

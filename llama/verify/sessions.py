@@ -112,34 +112,6 @@ def _saved(model: Transformer, text: list[int], dice: random.Random) -> Iterator
         yield _last_logits(session, end)
 
 
-def _as_prefix(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
-    """Continue rows from a session's text, which is not fed again."""
-    session = model.session(Ids())
-    start = dice.randint(1, len(text) // 2)
-    session.feed(text[:start])
-    yield from _in_rows(model, text, start, dice, given=start, prefix=session, temperature=0)
-
-
-def _share_prefix(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
-    """Continue rows whose common prefix is fed once."""
-    start = dice.randint(1, len(text) // 2)
-    yield from _in_rows(model, text, start, dice, given=0, share_prefix=True, temperature=0)
-
-
-_PASSES: dict[str, Pass] = {
-    IN_TURNS: _in_turns,
-    FORKED: _forked,
-    REWOUND: _rewound,
-    SAVED: _saved,
-    BEHIND: _as_prefix,
-    FED_ONCE: _share_prefix,
-}
-SESSIONS = tuple(_PASSES)
-
-
-# ---- shared parts ----------------------------------------------------------------------------------------------------
-
-
 class _NoText:
     """A text stream that decodes every id to nothing."""
 
@@ -177,13 +149,27 @@ def _last_logits(session: Session, end: int) -> Position:
     return end - 1, logits[None]
 
 
+def _behind(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Continue rows from a session's text, which is not fed again."""
+    session = model.session(Ids())
+    start = dice.randint(1, len(text) // 2)
+    session.feed(text[:start])
+    yield from _in_rows(model, text, start, dice, prefix=session)
+
+
+def _fed_once(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Continue rows whose common beginning is fed once."""
+    yield from _in_rows(model, text, dice.randint(1, len(text) // 2), dice, share_prefix=True)
+
+
 def _in_rows(
-    model: Transformer, text: list[int], start: int, dice: random.Random, *, given: int, **options: Unpack[Options]
+    model: Transformer, text: list[int], start: int, dice: random.Random, **options: Unpack[Options]
 ) -> Iterator[Position]:
     """Continue rows that begin with text[:start], and yield the logits of those that follow the text.
 
-    Each prompt is the text from `given` on. The last row has other tokens, if the model takes more than one row.
+    The last row has other tokens, if the model takes more than one row. A `prefix` has text[:start].
     """
+    given = start if "prefix" in options else 0
     choices, limit = range(start + 1, len(text) + 1), model.args.max_batch_size or PREFIX_ROWS
     ends = sorted(dice.sample(choices, min(len(choices), PREFIX_ROWS - 1, max(1, limit - 1))))
     prompts = [text[given:end] for end in ends]
@@ -193,7 +179,7 @@ def _in_rows(
     recorded: list[Tensor] = []
     steps: list[tuple[int, Step]] = []  # each with the index of its logits
     with record_logits(model, recorded, []), suppress(NonFiniteLogits):
-        options["on_step"] = lambda step: steps.append((len(recorded), step))
+        options |= {"temperature": 0, "on_step": lambda step: steps.append((len(recorded), step))}
         model.generate_tokens(prompts, max_new, stop_ids=(), **options)
     for row, (end, following) in enumerate(pairwise([*ends, len(text) + 1])):
         of_row = [  # without the pass over a common prefix, whose rows end before `end`
@@ -211,3 +197,14 @@ def _until_divergence(text: Sequence[int], end: int, steps: Sequence[Tensor]) ->
         yield position, logits
         if text[position + 1 : position + 2] != [int(logits.argmax())]:
             return
+
+
+_PASSES: dict[str, Pass] = {
+    IN_TURNS: _in_turns,
+    FORKED: _forked,
+    REWOUND: _rewound,
+    SAVED: _saved,
+    BEHIND: _behind,
+    FED_ONCE: _fed_once,
+}
+SESSIONS = tuple(_PASSES)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Unpack
 
 from llama.cli.progress import progress_bar
-from llama.host.files import keep_file
+from llama.host.files import replace_file
 from llama.model import Transformer
 from llama.request import Options
 from llama.streaming import TextCodec
@@ -27,10 +27,10 @@ def write_page(
     """Write the page of a generation, and return one line about it.
 
     `name` is the model's name on the page; the rest as in `record`. Raises ValueError as `record` does, and OSError if
-    the file cannot be written; `keep_file` then names the file that has the page.
+    the file cannot be written.
     """
     with progress_bar("recording", unit="step") as bar:
         recording = record(model, tokenizer, prompt, max_gen_len, stop=stop, progress=bar.update, **options)
     content = page(recording, model=name).encode()
-    keep_file(path, content)
+    replace_file(path, content)
     return f"{path}: {len(recording.moments)} steps, {len(content) / 1024:,.0f} kB; open it in a browser"

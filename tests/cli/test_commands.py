@@ -1,7 +1,6 @@
 """llama-kv is one command for the functions of the scripts and of `python -m llama.x`, with their flags and help."""
 
 import ast
-import inspect
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fire import docstrings
 
 from llama import __main__ as commands
 from llama import cli
@@ -104,23 +104,9 @@ def test_every_command_has_a_help() -> None:
 
 @pytest.mark.parametrize("file", MAINS)
 def test_help_describes_every_flag_in_whole_sentences(file: str) -> None:
-    given = MAINS[file].args
-    first, _, args = (ast.get_docstring(MAINS[file]) or "").partition("\nArgs:\n")
-    told = entries(args)
+    given, told = MAINS[file].args, docstrings.parse(ast.get_docstring(MAINS[file]) or "")  # as fire reads it
     names = [arg.arg for arg in (*given.args, *([given.vararg] if given.vararg else []), *given.kwonlyargs)]
-    assert sorted(told) == sorted(names)
-    for text in [first.strip(), *told.values()]:
+    assert sorted(arg.name for arg in told.args) == sorted(names)
+    for text in [told.summary, *(arg.description for arg in told.args)]:
         assert text[0].isupper() or not text[0].isalpha(), text
         assert text.endswith("."), text
-
-
-def entries(args: str) -> dict[str, str]:
-    """Return what a docstring says of each argument, in one line."""
-    told: dict[str, str] = {}
-    for line in inspect.cleandoc(args).splitlines():
-        if line.startswith(" "):
-            told[list(told)[-1]] += f" {line.strip()}"
-        else:
-            name, _, text = line.partition(": ")
-            told[name] = text
-    return told

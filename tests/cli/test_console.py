@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fakes import write_checkpoint
 
 from llama.cli import console
 from llama.ranks import torchrun
@@ -53,13 +51,6 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("command") / "command.py"
     file.write_text(COMMAND)
     return f"{sys.executable} {file}"
-
-
-@pytest.fixture(scope="module")
-def infer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """inference.py on a tiny checkpoint."""
-    checkpoint = write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
-    return f"{sys.executable} {SCRIPT} --ckpt_dir {checkpoint} --device cpu"
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -216,17 +207,6 @@ def test_sigterm_under_a_launcher_is_not_handled(command: str) -> None:
     assert (process.returncode, err) == (-signal.SIGTERM, b"")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_prints_what_was_generated(infer: str, number: int) -> None:
-    with running(f"{infer} first second --max_gen_len 30000 --temperature 0 --trace", "step 5\n") as process:
-        process.send_signal(number)
-        out, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (128 + number, b"")
-    assert out.count(b"==================================") == 2
-    assert b" tokens in " in out
-
-
 SLOW = "import time\nprint('waiting', flush=True)\ntime.sleep(60)\n"
 
 
@@ -370,13 +350,3 @@ def test_long_messages_lose_their_middle(capsys: pytest.CaptureFixture[str]) -> 
     console.say("x" * 100_000 + "; use this")
     err = capsys.readouterr().err
     assert (len(err), err.endswith("x; use this\n")) == (console.LONGEST_LINE + 1, True)
-
-
-def test_a_signal_has_its_own_exit_code_and_word() -> None:
-    outcome: Callable[[KeyboardInterrupt], Any] = lambda stop: (  # noqa: E731
-        console.exit_code(stop),
-        console.in_words(stop),
-        console.is_ctrl_c(stop),
-    )
-    assert outcome(KeyboardInterrupt()) == outcome(console.Stopped(signal.SIGINT)) == (130, "interrupted", True)
-    assert outcome(console.Stopped(signal.SIGTERM)) == (143, "terminated", False)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from course import grade
-from course.make import make
-from course.sandbox import Limits, run
+from course.make import KIT, make
+from course.sandbox import Limits, Outcome, run
 from llama import cli
 
 TIGHT = Limits(seconds=20.0, memory_bytes=2**30, file_bytes=2**20, printed_bytes=2**16, processes=8)
@@ -163,6 +163,18 @@ def test_what_is_printed_of_a_submission_acts_on_no_terminal(tmp_path: Path) -> 
     text = grade.as_text(grade.grade(tmp_path / "it", outcome, {}))
     assert "\x1b" not in text
     assert "[2J" in text
+
+
+def test_a_report_is_required_only_where_that_is_said(tmp_path: Path) -> None:
+    facts = Outcome(facts={"steps": {"error": {"type": "NotImplementedError", "words": ""}}})
+    report, line = tmp_path / "report.md", "| 8 | on | 2.65 | 663.9 | 204.1 | 51.8 |\n"
+    for text, missing in (((KIT / "report.md").read_text(), True), (5 * line, True), (6 * line, False)):
+        report.write_text(text)
+        graded = grade.grade(tmp_path, facts, {}, report=True)
+        assert ("report-missing" in [finding.name for finding in graded.findings]) == missing
+    report.unlink()
+    names = [[one.name for one in grade.grade(tmp_path, facts, {}, report=wanted).findings] for wanted in (True, False)]
+    assert names == [["todo-left", "report-missing"], ["todo-left"]]
 
 
 def test_changed_files_of_the_grader_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

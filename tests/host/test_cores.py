@@ -15,7 +15,7 @@ import torch
 from llama import cli
 from llama.host import cores
 from llama.host.cgroups import quota
-from llama.host.cores import FreeCores, OtherLoad, usable_cores, warn_if_oversubscribed
+from llama.host.cores import FreeCores, OtherLoad, usable_cores
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports it")
 
@@ -131,42 +131,6 @@ def test_cores_are_counted_where_the_system_binds_no_process(monkeypatch: pytest
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     monkeypatch.setattr(cores, "own_groups", str)
     assert usable_cores() == 3
-
-
-# ---- more threads than cores -----------------------------------------------------------------------------------------
-
-
-def computing(*, device: str = "auto") -> int:
-    """Do nothing, on a device."""
-    return 0
-
-
-@pytest.mark.parametrize(("command", "warned"), [(computing, True), (nothing, False), (own_count, False)])
-def test_a_command_that_computes_in_this_process_warns_of_more_threads_than_cores(
-    command: Callable[..., int],
-    warned: bool,
-    counts: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 1)
-    assert cli.run(command, ["--threads=2"]) == 0
-    err = capsys.readouterr().err
-    assert err.startswith("2 threads on the 1 core that this process may use") == warned
-    assert err.endswith("give --threads 1\n") == warned
-    assert cli.run(command, ["--threads=1"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_ranks_share_the_cores_and_the_first_one_warns(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    torch.set_num_threads(2)
-    said: list[str] = []
-    warn_if_oversubscribed(said.append)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    warn_if_oversubscribed(said.append)
-    assert [line.partition(" ")[0] for line in said] == ["6"]
 
 
 # ---- cores that other work occupies ----------------------------------------------------------------------------------

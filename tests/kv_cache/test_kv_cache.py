@@ -196,17 +196,6 @@ def test_bad_first_write_takes_no_memory(kind: str, what: str) -> None:
     assert cache.nbytes == 0
 
 
-def test_concat_refuses_a_gap_in_words() -> None:
-    cache = make("concat")
-    with pytest.raises(ValueError, match="holds 0 rows of 0 positions, so 2 rows at position 1 would leave a gap"):
-        write(cache, 1, *new(2, 1))
-    write(cache, 0, *new(2, 3))
-    for start_pos, rows in [(4, 2), ([0, 4], 2), (3, 3), ([0, 0, 3], 3)]:
-        with pytest.raises(ValueError, match=f"2 rows of 3 positions, so {rows} rows at position . would leave a gap"):
-            write(cache, start_pos, *new(rows, 1))
-    write(cache, 0, *new(3, 1))  # a new batch may start at position 0
-
-
 # --- Memory
 
 

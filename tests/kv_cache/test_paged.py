@@ -47,16 +47,6 @@ def test_blocks_are_taken_as_a_row_grows() -> None:
     assert cache.nbytes <= 5 * BLOCK * HEADS * HEAD_DIM * 2 * 4 * 9 // 8
 
 
-def test_padding_takes_no_blocks() -> None:
-    cache = made()
-    xk, xv = new(3, 100)
-    keys, values = write(cache, 0, xk, xv, lengths=[3, 100, 40])
-    assert [len(table) for table in cache.tables] == [1, 7, 3]
-    for row, length in enumerate((3, 100, 40)):
-        assert torch.equal(keys[row, :length], xk[row, :length])
-        assert torch.equal(values[row, :length], xv[row, :length])
-
-
 def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cache() -> None:
     """1,000 shared tokens are 62 blocks; each row copies one of these, and takes 4 or 5 more for its own 64."""
     xk, xv = new(1, 1000)

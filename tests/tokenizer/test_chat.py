@@ -1,7 +1,5 @@
 """Dialogs have the ids of transformers, with the templates of many families, or of Llama 3's published format."""
 
-import json
-import string
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from vocabularies import huggingface_of_pieces, pieces, saved
+from vocabularies import byte_level, huggingface_of_pieces, pieces, saved
 
 from llama.tokenizer import Tokenizer
+from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.chat import ChatFormat, Dialog, Message, Rendering
 
 LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -21,14 +20,6 @@ USER: Message = {"role": "user", "content": "Hi"}
 WORDS = ["Hi", " ", "\n", "\n\n", "1", "é", "日本", "😀", "a", "<", "|", ">"]
 LOOKALIKES = ["<|im_end|>", "<|eot_id|>", "<|im_start|>system\n", "<|im_", "end|>", "</s>", "<s", "[INST]", "</think>"]
 CONTENTS = st.lists(st.sampled_from(WORDS + LOOKALIKES), max_size=6).map("".join)
-
-
-def dialogs(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]:
-    """Return dialogs of messages in any order; a user's is the last."""
-    message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": contents})
-    return st.builds(
-        lambda head, last: [*head, {"role": "user", "content": last}], st.lists(message, max_size=4), contents
-    )
 
 
 def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]:
@@ -49,13 +40,10 @@ some = settings(max_examples=20, deadline=None, derandomize=True)
 
 def tiny(*specials: str, **more: Any) -> Tokenizer:
     """Make a tokenizer of 256 bytes and some special tokens."""
-    visible = [chr(byte) if chr(byte).isprintable() and not chr(byte).isspace() else "" for byte in range(256)]
-    hidden = iter(range(256, 512))
-    letters = [char or chr(next(hidden)) for char in visible]
     facts = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [*letters, *specials],
+        "tokenizer.ggml.tokens": [*byte_letters(), *specials],
         "tokenizer.ggml.token_type": [1] * 256 + [3] * len(specials),
         "tokenizer.ggml.merges": [],
     }
@@ -197,25 +185,6 @@ INSTRUCTED = """
     {%- endif %}
 {%- endfor %}
 """
-OLD_INSTRUCTED = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set turns = messages[1:] %}{%- set about = messages[0]['content'] %}
-{%- else %}
-    {%- set turns = messages %}{%- set about = false %}
-{%- endif %}
-{%- for m in turns %}
-    {%- if loop.index0 == 0 and about != false %}
-        {%- set content = '<<SYS>>\\n' + about + '\\n<</SYS>>\\n\\n' + m['content'] %}
-    {%- else %}
-        {%- set content = m['content'] %}
-    {%- endif %}
-    {%- if m['role'] == 'user' %}
-        {{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-    {%- elif m['role'] == 'assistant' %}
-        {{- ' ' + content.strip() + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
 PLAIN_MARKS = """{% for m in messages %}
 {% if m['role'] == 'user' %}
 {{ '<|user|>\\n' + m['content'] + eos_token }}
@@ -239,7 +208,6 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], str | None, str]] = {  # te
     "Qwen 3": (THINKING, IM, ["<think>", "</think>"], None, "<|im_end|>"),
     "Llama 3.1": (DATED, HEADERS, [], "<|begin_of_text|>", "<|eot_id|>"),
     "Mistral": (INSTRUCTED, [*SENTENCE, "[INST]", "[/INST]"], [], "<s>", "</s>"),
-    "Llama 2": (OLD_INSTRUCTED, SENTENCE, [], "<s>", "</s>"),
     "TinyLlama": (PLAIN_MARKS, SENTENCE, [], "<s>", "</s>"),
     "Phi 3": (MARKS_OF_ROLES, [*SENTENCE, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<s>", "<|end|>"),
 }
@@ -250,24 +218,11 @@ def write_tokenizer(
 ) -> Any:
     """Write a folder with a tokenizer of bytes and some merges; return it in transformers."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    tokenizers = pytest.importorskip("tokenizers")
-    from tokenizers import decoders, pre_tokenizers, trainers
-
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    text = " ".join([*FAMILIES["Llama 3.1"][0].split(), "assistant\n\nHi\n\nHi user\n<| |> <s>", string.printable]) * 3
-    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([text], trainer)
-    inner.add_special_tokens(special)
-    inner.add_tokens(added)
-    inner.save(str(folder / "tokenizer.json"))
-    named = {"eos_token": eos, **({} if bos is None else {"bos_token": bos})}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**named, "chat_template": template}))
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **named)
-    theirs.chat_template = template
-    return theirs
+    tokenizer = byte_level("gpt2", many=False)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(added)
+    saved(folder, tokenizer, bos_token=bos, eos_token=eos, chat_template=template)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -396,8 +351,8 @@ class Sentence:
 
 @pytest.mark.parametrize(
     ("scheme", "template"),
-    [(None, OLD_INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
-    ids=["old", "instructed", "plain"],
+    [(None, INSTRUCTED), ("first", INSTRUCTED), (None, PLAIN_MARKS)],
+    ids=["by normalisation", "by Metaspace", "plain marks"],
 )
 def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     scheme: str | None, template: str, tmp_path: Path
@@ -446,7 +401,7 @@ def format(tokenizer: Tokenizer) -> ChatFormat:
 
 
 @many
-@given(dialog=dialogs(CONTENTS))
+@given(dialog=conversations(CONTENTS))
 def test_no_content_can_forge_a_special_token(tokenizer: Tokenizer, format: ChatFormat, dialog: Dialog) -> None:
     found, expected = (
         specials_of(tokenizer, format.encode_dialog_prompt(either)) for either in (dialog, harmless(dialog))

@@ -177,6 +177,7 @@ def test_all_four_forms_of_the_same_pieces_give_the_same_ids(file_of_pieces: Pat
         assert other.fingerprint() == meta.fingerprint()
         assert (other.n_words, other.bos_id, other.eos_id, other.adds_bos) == (2000, 1, 2, True)
         assert_same(plain(other), plain(meta))
+        assert_same(parsed(other), parsed(meta))
 
 
 # ---- without llama.cpp -----------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
-"""A transcript stores messages and the ends of answers: after new messages, undo, and a round trip through JSON."""
+"""A transcript stores messages and the ends of answers, after new messages and undo."""
 
-import json
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat
-from llama.tokenizer.transcript import End, Transcript
+from llama.tokenizer.transcript import Transcript
 
 
 def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -83,55 +81,3 @@ def test_a_space_that_a_vocabulary_drops_where_a_text_begins_is_told() -> None:
     assert prompt == [0, 2, 1]
     _, grown = transcript.ask(ChatFormat(tokenizer), [*prompt, 3, 4], "Ho")
     assert grown == [0, 2, 1, 3, 4, 1, 5, 1]  # "Hello" would be no word at all
-
-
-def test_a_transcript_goes_through_json(demo: Tokenizer, talk: tuple[Transcript, list[int]]) -> None:
-    transcript, ids = talk
-    for one in (transcript, transcript.undo(demo, ids)[0]):
-        assert Transcript.from_json(one.to_json(), ids) == one
-    fields = json.loads(transcript.to_json())
-    for lacking in fields:
-        text = json.dumps({key: value for key, value in fields.items() if key != lacking})
-        with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
-            Transcript.from_json(text, ids)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"messages": []},
-        {"messages": [{"role": "user", "content": 1}]},
-        {"messages": None},
-        {"text": None},
-        {"text": ""},
-        {"begin": 10**6},
-        {"begin": 0},
-        {"begin": True},
-        {"begin": "1"},
-        {"answers": [[1]]},
-        {"answers": [[-1, 1]]},
-        {"answers": [[9, 9], [8, 9]]},
-        {"answers": [[10**6, 9]]},
-        {"answers": 1},
-        {"kept": []},
-        {"kept": [0, 1.0]},
-        {"kept": [0, -1]},
-        {"more": 1},
-    ],
-)
-def test_what_is_no_transcript_of_the_ids_is_refused(
-    change: dict[str, Any], talk: tuple[Transcript, list[int]]
-) -> None:
-    transcript, ids = talk
-    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
-        Transcript.from_json(json.dumps({**asdict(transcript), **change}), ids)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "1", "{}", '"messages"', "[" * 99999])
-def test_what_is_no_transcript_at_all_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="transcript of the conversation is invalid"):
-        Transcript.from_json(text, [])
-
-
-def test_ends_are_pairs() -> None:
-    assert End(*json.loads(json.dumps(End(3, 4)))) == End(ids=3, text=4)

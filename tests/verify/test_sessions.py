@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracles import tiny_args, tiny_model, watched
 
-from llama.kv_cache import Cache, KVCache, PagedCache, StaticCache
+from llama.kv_cache import Cache, PagedCache, StaticCache
 from llama.session import Session
 from llama.sessions.file import Content
 from llama.verify.certificate import PASSES, Figures, measure_run
@@ -155,18 +155,6 @@ def shares_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "fork", fork)
 
 
-def shares_values(patch: pytest.MonkeyPatch) -> None:
-    """Fork with a copy of the keys only."""
-    real = StaticCache.copy
-
-    def copy(self: StaticCache) -> KVCache:
-        other = real(self)
-        other.values = self.values
-        return other
-
-    patch.setattr(StaticCache, "copy", copy)
-
-
 def counts_no_fork(patch: pytest.MonkeyPatch) -> None:
     """Share blocks without counting references, so that no block is copied on a write."""
     real = PagedCache.copy
@@ -178,10 +166,6 @@ def counts_no_fork(patch: pytest.MonkeyPatch) -> None:
         return other
 
     patch.setattr(PagedCache, "copy", copy)
-
-
-def does_not_rewind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Session, "rewind", lambda self, position: None)
 
 
 def rewinds_the_text_alone(patch: pytest.MonkeyPatch) -> None:
@@ -262,9 +246,7 @@ def counts_no_row(patch: pytest.MonkeyPatch) -> None:
 FAULTS: list[tuple[Break, tuple[str, ...], set[str]]] = [
     (forgets_the_newest, ("static", "paged"), {IN_TURNS}),
     (shares_writes, KINDS, {FORKED}),
-    (shares_values, ("static",), {FORKED}),
     (counts_no_fork, ("paged",), {FORKED}),
-    (does_not_rewind, KINDS, {REWOUND}),
     (rewinds_the_text_alone, KINDS, {REWOUND}),
     (keeps_the_logits, KINDS, {REWOUND}),
     (restores_one_key_wrong, KINDS, {SAVED}),

@@ -1,17 +1,14 @@
 """`--watch FILE` writes the page of the text that is printed, or is refused in one line before a model is loaded."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Ids, write_checkpoint
-from oracles import tiny_model
+from fakes import write_checkpoint
 from test_page import data_of
 
 from llama import cli
 from llama.cli.inference import main
-from llama.watch.write import write_page
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +53,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(
         assert cli.run(main, ["x", "--watch", str(path), "--ckpt_dir", "/nowhere"]) == 2
         assert str(path) in (said := capsys.readouterr().err) or "file" in said
         assert "nowhere" not in said
-
-
-def test_a_page_that_cannot_be_written_at_the_end_is_kept_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="its content is in") as error:
-        write_page(tmp_path / "file" / "page.html", tiny_model(), Ids(), [3, 1], 2)
-    page = Path(str(error.value).rpartition("its content is in ")[2])
-    assert len(data_of(page.read_text("utf-8"))["steps"]) == 2
 
 
 def test_several_ranks_are_refused(

@@ -7,7 +7,7 @@ from llama.bench.report.page import report_page
 from llama.bench.report.plots import as_png, figures
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
-from llama.host.files import keep_file, replace_file
+from llama.host.files import replace_file
 
 STEPS_FILE = "watch.html"
 
@@ -16,9 +16,9 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     """Write report.md, table.csv, results.json, page.html and plots/*.png, and return their paths.
 
     Each file is replaced as a whole. Raises ValueError before anything is written if a figure is not a number, and
-    OSError if the folder cannot be written; results.json is then where `keep_file` has put it.
+    OSError if the folder cannot be written.
     """
-    results = keep_json(report, folder / "results.json")  # first: everything else can be made from it
+    results = write_json(report, folder / "results.json")  # first: everything else can be made from it
     files = {
         "report.md": report_markdown(report).encode(),
         "table.csv": report_csv(report).encode(),
@@ -40,13 +40,4 @@ def steps_of(folder: Path) -> str | None:
 
 def write_json(report: Report, path: Path) -> Path:
     """Write the report as JSON, replacing the file as a whole. Raises like `write_report`."""
-    return replace_file(path, _json(report))
-
-
-def keep_json(report: Report, path: Path) -> Path:
-    """Write a finished report as JSON; if the path cannot be written, elsewhere: see `keep_file`."""
-    return keep_file(path, _json(report))
-
-
-def _json(report: Report) -> bytes:
-    return (json.dumps(report, indent=1, allow_nan=False) + "\n").encode()
+    return replace_file(path, (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())

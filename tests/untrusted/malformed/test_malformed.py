@@ -78,7 +78,7 @@ EXPLAINED = {
     "a .gguf file with a negative id for BOS": "tokenizer.ggml.bos_token_id=-1 must be a whole number from 0 on",
     "a .gguf file with text for add_bos_token": "tokenizer.ggml.add_bos_token='false' must be true or false",
     "a .gguf file with an array for a chat template": "the chat template is Unread(count=1) and must be a text",
-    "a .gguf file whose BOS is a user's token of no letters": "an added token is empty",
+    "a .gguf file whose BOS is a user's token of no letters": "token '' has 0 characters",
     "a .gguf file with numbers for tokens": "tokenizer.ggml.tokens must be an array, of which each value is text",
     "a .gguf file with an array for a number of heads": "n_kv_heads=Unread(count=2) must be a whole number",
     "a .gguf file of 4 million empty strings": "it has more strings than the limit of 1048576",

@@ -1,23 +1,22 @@
-"""The file in which runs of the certificate add up, and the report that is printed of it.
+"""The verdict on runs of the certificate, the report that is printed, and the file in which runs add up.
 
 Knows JSON, runs and text; does not know models, or which difference is a violation.
 """
 
 import json
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from llama.cli import console
-from llama.host.files import keep_file
+from llama.host.files import replace_file
 from llama.host.machine import DTYPES
 from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures, FirstDivergence
 from llama.verify.passes import STEPS, UNCACHED
 
-RUNS_SCHEMA = "llama-kv/verify/2"
+RUNS_SCHEMA = "llama-kv/verify/3"
 # Runs are added up if these are equal; their seeds differ.
 _CONFIG_KEYS = (
     *("model", "weights", "dtype", "exact", "runner", "quantize", "activations", "kv_cache", "device"),
@@ -26,20 +25,14 @@ _CONFIG_KEYS = (
 _MACHINE_KEYS = ("cpu", "torch", "threads")
 
 
-class CertificateRun(TypedDict):
-    """One run as it is stored; `figures` are those of `certificate.Figures`.
-
-    exact_cost: the time of a step and of a prefill in exact mode, divided by the time without; None if exact mode was
-    off or that of native code.
-    """
+@dataclass(frozen=True)
+class CertificateRun:
+    """One run: how it was configured, the seed of its prompts, the machine, and what was measured."""
 
     config: dict[str, Any]
     seed: int
-    started: str
-    seconds: float
     environment: dict[str, Any]
-    exact_cost: dict[str, float] | None
-    figures: dict[str, Any]
+    figures: Figures
 
 
 def read_runs(path: Path) -> list[CertificateRun]:
@@ -50,9 +43,7 @@ def read_runs(path: Path) -> list[CertificateRun]:
         content = json.loads(path.read_text("utf-8"))
         if content["schema"] != RUNS_SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}")
-        runs: list[CertificateRun] = content["runs"]
-        if any(run.keys() != CertificateRun.__annotations__.keys() for run in runs):
-            raise ValueError("a run does not have the expected fields")
+        runs = [CertificateRun(**{**run, "figures": _figures(run["figures"])}) for run in content["runs"]]
         for group in grouped(runs):
             group_table(group)  # raises if a value is missing or has another type
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -66,14 +57,14 @@ def read_runs(path: Path) -> list[CertificateRun]:
 def add_run(path: Path, run: CertificateRun) -> None:
     """Add a run to those that the file has now, unless another process has added the same run."""
     runs = read_runs(path)
-    if not any(_group_of(one) == _group_of(run) and one["seed"] == run["seed"] for one in runs):
+    if not any(_group_of(one) == _group_of(run) and one.seed == run.seed for one in runs):
         write_runs(path, [*runs, run])
 
 
 def write_runs(path: Path, runs: Sequence[CertificateRun]) -> None:
     """Replace the file in one operation, one run a line: no reader and no interruption sees a part of it."""
-    lines = ",\n".join(json.dumps(run, allow_nan=False) for run in runs)
-    keep_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
+    lines = ",\n".join(json.dumps(asdict(run), allow_nan=False) for run in runs)
+    replace_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
@@ -83,7 +74,7 @@ def report(runs: Sequence[CertificateRun], path: Path) -> int:
     """Print the sum of each group of runs, and return the exit code."""
     console.put(f"runs in {path}: {len(runs)}\n")
     console.put("\n\n".join(f"{group_table(group)}\n\n{verdict(group)}" for group in grouped(runs)))
-    return int(any(run["figures"]["violations"] for run in runs))
+    return int(any(run.figures.violations for run in runs))
 
 
 def grouped(runs: Sequence[CertificateRun]) -> list[list[CertificateRun]]:
@@ -95,7 +86,7 @@ def grouped(runs: Sequence[CertificateRun]) -> list[list[CertificateRun]]:
 
 
 def _group_of(run: CertificateRun) -> tuple[Any, ...]:
-    return (*comparable(run["config"]), *(run["environment"][key] for key in _MACHINE_KEYS))
+    return (*comparable(run.config), *(run.environment[key] for key in _MACHINE_KEYS))
 
 
 def comparable(config: dict[str, Any]) -> tuple[Any, ...]:
@@ -117,26 +108,19 @@ def add_up(several: Sequence[Figures]) -> Figures:
     return Figures(**{f.name: together([getattr(one, f.name) for one in several]) for f in fields(Figures)})
 
 
-def figures_of(run: CertificateRun) -> Figures:
-    """Return the figures of a stored run; each violation begins with the run's seed."""
-    divergences = [FirstDivergence(**divergence) for divergence in run["figures"]["divergences"]]
-    violations = [f"seed {run['seed']}: {violation}" for violation in run["figures"]["violations"]]
-    return Figures(**{**run["figures"], "divergences": divergences, "violations": violations})
+def _figures(stored: dict[str, Any]) -> Figures:
+    return Figures(**{**stored, "divergences": [FirstDivergence(**one) for one in stored["divergences"]]})
 
 
 def group_table(group: Sequence[CertificateRun]) -> str:
     """Return the measures of a group, one a line."""
-    total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
+    total, config = add_up([run.figures for run in group]), group[0].config
     mode = "exact mode" if config["exact"] else "fast mode"
-    commits = ", ".join(dict.fromkeys(str(run["environment"]["commit"])[:7] for run in group))
-    cpu, build, threads = (group[0]["environment"][key] for key in _MACHINE_KEYS)
+    commits = ", ".join(dict.fromkeys(str(run.environment["commit"])[:7] for run in group))
+    cpu, build, threads = (group[0].environment[key] for key in _MACHINE_KEYS)
     title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"
     title += f"\n  {cpu}, torch {build}, threads: {threads}, commit {commits}"
     rows = list(measures(total))
-    costs = [run["exact_cost"] for run in group if run["exact_cost"]]
-    for what in ("step", "prefill") if costs else ():
-        times = statistics.median(cost[what] for cost in costs)
-        rows.append((f"a {what} in exact mode takes", f"{times:.1f}x"))
     left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
     lines = [f"  {name:<{left}}  {value:>{right}}" for name, value in rows]
     legend = "  C: cached, step by step; U: uncached, in one pass; R: the same weights in float64"
@@ -164,7 +148,7 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
 
 def divergence_lines(group: Sequence[CertificateRun], most: int = 3) -> Iterator[str]:
     """Yield the first rows that diverged, and how many more there are."""
-    found = [(run["seed"], divergence) for run in group for divergence in figures_of(run).divergences]
+    found = [(run.seed, divergence) for run in group for divergence in run.figures.divergences]
     for seed, d in found[:most]:
         sizes = ("not finite" if margin is None else f"{margin:.2g}" for margin in d.margins)
         margins = ", ".join(f"{name} {size}" for name, size in zip("UCR", sizes, strict=True))
@@ -176,12 +160,11 @@ def divergence_lines(group: Sequence[CertificateRun], most: int = 3) -> Iterator
 
 def verdict(group: Sequence[CertificateRun]) -> str:
     """Return the verdict: what is certified, or the first bug."""
-    total, config = add_up([figures_of(run) for run in group]), group[0]["config"]
+    total, config = add_up([run.figures for run in group]), group[0].config
     if total.violations:
-        more = len(total.violations) - 1
-        wrong = next(run for run in group if run["figures"]["violations"])
-        commit = str(wrong["environment"]["commit"])[:7]
-        return f"BUG: {total.violations[0]}" + (f" (and {more} more)" if more else "") + f"; found at commit {commit}"
+        wrong, more = next(run for run in group if run.figures.violations), len(total.violations) - 1
+        others, commit = f" (and {more} more)" if more else "", str(wrong.environment["commit"])[:7]
+        return f"BUG: seed {wrong.seed}: {total.violations[0]}{others}; found at commit {commit}"
     tokens = f"{total.tokens:,} greedy tokens of {name_of(config)}, cached and uncached alike"
     if config["exact"]:
         pairs, passes = sum(total.compared.values()), len(total.compared)
