@@ -25,10 +25,7 @@ HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mk
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
-    if _onednn_serves(x, weight):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return product
-    return F.linear(x, weight)
+    return onednn_linear(x, weight) if _onednn_serves(x, weight) else F.linear(x, weight)
 
 
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:

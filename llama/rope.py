@@ -142,15 +142,12 @@ def _cos_sin(freqs: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, (bsz, seqlen, heads, head_dim), by the (cos, sin) of their positions."""
-    return _rotate(xq, *freqs_cis), _rotate(xk, *freqs_cis)
+    return rotate(xq, freqs_cis), rotate(xk, freqs_cis)
 
 
 def rotate(x: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate x, (bsz, seqlen, heads, head_dim), by (cos, sin), which broadcast to it."""
-    return _rotate(x, *freqs_cis)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = freqs_cis
     # Two products and a sum, each rounded: a fused complex product rounds differently at the end of a vector.
     swapped = x.reshape(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
     return (x * cos + swapped * sin).type_as(x)  # 16-bit inputs are promoted to the table's float32
