@@ -430,10 +430,6 @@ def test_a_stop_id_has_neither_place_nor_logprob() -> None:
     assert logprobs == [[sure, sure], []]
 
 
-def test_no_logprobs_are_returned_unasked(model: Transformer) -> None:
-    assert model.generate_tokens(RAGGED, 2)[1] is None
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -316,9 +316,6 @@ def test_tied_head_stays_tied_when_moved_loaded_and_copied() -> None:
         assert not model(some_tokens(1, 3)).any()
 
 
-# --- The released models
-
-
 # --- Side effects
 
 

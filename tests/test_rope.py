@@ -18,10 +18,6 @@ from llama.rope import RopeTable, apply_rotary_emb, rope_frequencies, scale_freq
 CPU, META = torch.device("cpu"), torch.device("meta")
 CONTEXT = 131072  # the longest text that a released model reads
 
-# A float32 angle is a rounded product of two rounded factors. The frequency is the result of a power, a division and up
-# to four more operations. That makes at most 8 roundings of 2^-24 of the angle.
-ANGLE_ROUNDINGS = 8 * 2**-24
-
 
 def of_pair(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts of a table, (1, seqlen, 1, head_dim), for the first and the second number of every pair."""
@@ -42,34 +38,6 @@ def test_cos_and_sin_equal_those_of_transformers_at_every_position(head_dim: int
     first, second = of_pair(sin)
     assert torch.equal(second, expected_sin[0, :, : head_dim // 2])
     assert torch.equal(first, -second)
-
-
-@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
-def test_angles_are_exact_as_far_as_float32_angles_can_be(factor: float | None) -> None:
-    scaling = None if factor is None else RopeScaling(factor=factor)
-    args = tiny_args(dim=128, n_heads=2, rope_theta=500000.0, rope_scaling=scaling)
-    cos, sin = Transformer(args).rope.at([CONTEXT - 1000], 1000, CPU)
-    for pair in range(32):
-        frequency = exact_frequency(pair, args.head_dim, args.rope_theta, scaling)
-        angles = torch.arange(CONTEXT - 1000, CONTEXT, dtype=torch.float64) * frequency
-        bound = ANGLE_ROUNDINGS * angles + 2**-23  # and the roundings of cos and sin themselves
-        assert ((cos[0, :, 0, 2 * pair] - angles.cos()).abs() <= bound).all()
-        assert ((sin[0, :, 0, 2 * pair + 1] - angles.sin()).abs() <= bound).all()
-
-
-def exact_frequency(pair: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> float:
-    """Return radians per position in float64, with an if for each band."""
-    frequency = theta ** (-2 * pair / head_dim)
-    if scaling is None:
-        return frequency
-    wavelength = 2 * math.pi / frequency
-    if wavelength < scaling.original_max_seq_len / scaling.high_freq_factor:
-        return frequency
-    if wavelength > scaling.original_max_seq_len / scaling.low_freq_factor:
-        return frequency / scaling.factor
-    smooth = scaling.original_max_seq_len / wavelength - scaling.low_freq_factor
-    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
-    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
 def scaled(*wavelengths: float, original: int = 8192, factor: float = 8.0) -> list[float]:
