@@ -306,7 +306,7 @@ class Llama:
             stop_ids=self.tokenizer.stop_tokens,
             temperature=temperature,
             top_p=top_p,
-            seed=self._draw_seeds(len(prompt_tokens)),
+            seed=torch.randint(2**31, (len(prompt_tokens),), generator=self._seeds).tolist(),
             logprobs=logprobs,
             echo=echo,
         )
@@ -322,7 +322,10 @@ class Llama:
         echo: bool = False,
     ) -> list[CompletionPrediction]:
         """Continue texts."""
-        ids, scores = self.generate(self._encode(prompts), max_gen_len, temperature, top_p, logprobs, echo)
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts={prompts[:40]!r} must be a list of texts; for one, write [text]")
+        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        ids, scores = self.generate(encoded, max_gen_len, temperature, top_p, logprobs, echo)
         results: list[CompletionPrediction] = [{"generation": self.tokenizer.decode(row, begins=echo)} for row in ids]
         self._add_logprobs(results, ids, scores)
         return results
@@ -358,20 +361,11 @@ class Llama:
             result["tokens"] = [self.tokenizer.decode([id], begins=False) for id in row]
             result["logprobs"] = row_scores
 
-    def _encode(self, prompts: list[str]) -> list[list[int]]:
-        if isinstance(prompts, str):
-            raise ValueError(f"prompts={prompts[:40]!r} must be a list of texts; for one, write [text]")
-        return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-
     def _max_new(self, prompts: Sequence[Sequence[int]], max_gen_len: int | None) -> list[int]:
         """Return the most new tokens of each row: `max_gen_len`, cut at max_seq_len."""
         limit = self.model.args.max_seq_len
         if max_gen_len is not None and max_gen_len < 1:
             raise ValueError(f"max_gen_len={max_gen_len} must be at least 1, or None for all that there is room for")
         wanted = limit - 1 if max_gen_len is None else max_gen_len
-        return [
-            min(wanted, max(limit - len(prompt), 0)) for prompt in prompts
-        ]  # generation rejects a prompt that is too long
-
-    def _draw_seeds(self, rows: int) -> list[int]:
-        return [int(seed) for seed in torch.randint(2**31, (rows,), generator=self._seeds)]
+        # 0 for a prompt that is too long: generation rejects it
+        return [min(wanted, max(limit - len(prompt), 0)) for prompt in prompts]
