@@ -36,90 +36,8 @@ PEAKS = {"tensor_peak_bytes", "resident_peak_bytes"}
 REPEATED = TIMES | PEAKS | {"other_load_cores"}
 
 
-class Row(TypedDict, total=False):
-    """One row. `cell` is the index in the head's `cells`, the other columns depend on `figures`."""
-
-    figures: str
-    cell: int
-    # what identifies a row, see KEYS
-    name: str
-    batch_size: int
-    context: int
-    kv_caching: bool
-    way: str
-    turn: int
-    # what ran
-    path: str
-    predicted: bool
-    error: str | None
-    notes: list[str]
-    # times and memory, a value for each repetition
-    seconds: list[float]
-    first_token_seconds: list[float]
-    step_seconds: list[Any]  # of a cell a list for each repetition, else the seconds of a step
-    tensor_peak_bytes: list[int]
-    resident_peak_bytes: list[int]
-    other_load_cores: list[float | None]
-    save_seconds: list[float]
-    load_seconds: list[float]
-    feed_seconds: list[float]
-    # bytes
-    weights_bytes: int | None
-    cache_bytes: int | None
-    predicted_cache_bytes: int | None
-    file_bytes: int
-    # work and the rates that follow from it
-    token_forwards: int
-    flops: int
-    read_bytes: int
-    prefill_flops: int
-    step_flops: int
-    step_read_bytes: int
-    tokens_per_second: float
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float | None
-    prefill_flops_share: float
-    step_flops_share: float
-    step_bandwidth_share: float
-    bound_by: str
-    # a check
-    status: Status
-    detail: str
-    # a line of the memory ledger
-    predicted_bytes: int
-    measured_bytes: int | None
-    counts: bool
-    note: str
-    moment: str
-    before_bytes: int
-    # tokens, and where two texts diverge
-    ids: list[list[int]]
-    text: str
-    tokens: int
-    other_cell: int
-    equal: bool
-    divergence_row: int
-    divergence_token: int | None
-    cached_id: int
-    uncached_id: int
-    margin: float | None
-    # quality
-    lossless: bool
-    saves: bool
-    quantized: bool
-    judged: bool
-    mean_kl: float
-    top1_agreement: float
-    nll: float
-    greedy_tokens: int
-    tries: int
-    found: int
-    # conversations and prompts
-    history: int
-    new: int
-    tokens_fed: int
-    tokens_expected: int
-    same_logits: bool
+# One row: `figures`, `cell`, and columns that depend on `figures`; docs/benchmark_json.md lists them all.
+Row = dict[str, Any]
 
 
 class Head(TypedDict):
@@ -222,12 +140,12 @@ def _merged(old: Row, new: Row) -> Row:
         return old if old.get("measured_bytes") is not None else new
     merged: dict[str, Any] = {**old, **new}
     for name in REPEATED & old.keys() & new.keys():
-        merged[name] = [*old[name], *new[name]]  # type: ignore[literal-required]
+        merged[name] = [*old[name], *new[name]]
     if "notes" in merged:
         changed = "seconds" in old and old.get("ids") != new.get("ids")
         found = [*old.get("notes", []), *new.get("notes", []), *["repetitions made different tokens"] * changed]
         merged["notes"] = list(dict.fromkeys(found))
-    return merged  # type: ignore[return-value]
+    return merged
 
 
 def pairs(report: Report) -> Iterator[tuple[int, int]]:

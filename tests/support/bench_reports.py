@@ -193,7 +193,7 @@ def _quality(kind: str) -> Any:
     token = 35 if kind == "int4" else None
     return {
         **{"context": 2048, "tokens": 1024, "mean_kl": 0.04 * (1 - agreed), "top1_agreement": agreed, "nll": 3.6724},
-        **{"reference_nll": 3.6724, "greedy_tokens": 256, "divergence_token": token, "uncached_id": 11},
+        **{"greedy_tokens": 256, "divergence_token": token, "uncached_id": 11},
         **{"cached_id": 12, "margin": 0.15, "judged": "window" not in kind},
     }
 

@@ -40,8 +40,8 @@ def peak_bytes(view: CellView) -> int:
     """Return the most bytes in tensors: measured, or predicted if the system does not report them."""
     peak = view.line("peak")
     assert peak is not None
-    measured = peak.get("measured_bytes")
-    return peak["predicted_bytes"] if measured is None else measured
+    measured: int | None = peak.get("measured_bytes")
+    return int(peak["predicted_bytes"]) if measured is None else measured
 
 
 def is_peak_predicted(view: CellView) -> bool:

@@ -144,12 +144,12 @@ def _flops(count: float) -> str:
 
 def check_mark(check: Row) -> str:
     """Return the status of a check, in capitals if a reader must not miss it."""
-    return MARKS.get(check["status"], check["status"])
+    return str(MARKS.get(check["status"], check["status"]))
 
 
 def check_words(check: Row) -> str:
     """Return the name of a check and what was seen."""
-    return check["name"] + (f": {check['detail']}" if check.get("detail") else "")
+    return f"{check['name']}: {check['detail']}" if check.get("detail") else str(check["name"])
 
 
 def validity_table(report: Report) -> Table:

@@ -113,7 +113,8 @@ def make_ledger(
         rows.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
     if predicted.previous_logits:
         rows.append(_line("logits of the step before", predicted.previous_logits, None))
-    known = [_known(row) for row in rows if row["counts"]]
+    known = [row["predicted_bytes"] if row["measured_bytes"] is None else row["measured_bytes"]
+             for row in rows if row["counts"]]  # fmt: skip
     rest = None if measured.peak is None else measured.peak - sum(known) - predicted.workspace
     moment = "prefill" if predicted.forward == 0 else "step"
     doing = predicted.head_activations if at_head else predicted.activations
@@ -126,11 +127,6 @@ def make_ledger(
         before, most = measured.resident
         rows.append({"figures": "memory", "name": "resident", "measured_bytes": most, "before_bytes": before})
     return rows
-
-
-def _known(row: Row) -> int:
-    measured = row["measured_bytes"]
-    return row["predicted_bytes"] if measured is None else measured
 
 
 def _of_activations(cell: Cell, *, measured: bool) -> str:
