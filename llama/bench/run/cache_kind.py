@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import Source, find_model
-from llama.bench.run.needle import needles
+from llama.bench.run.needle import DEPTHS, Haystack, finds
 from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache
 from llama.bench.schema import Row
 from llama.bench.texts import read_corpus
@@ -158,13 +159,11 @@ def greedy_divergence(model: Transformer, prompt: Sequence[int], count: int) -> 
 
 def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], text: Sequence[int]) -> list[Row]:
     """Return a row for the needles of each length, with the bytes of a prompt of that length."""
-    lengths, seeds = plan["needle_lengths"], range(plan["needle_seeds"])
-    found: dict[int, list[bool]] = {length: [] for length in lengths}
-    for one in needles(model, source.tokenizer, read_corpus(), lengths=lengths, seeds=seeds):
-        found[one.length].append(one.found)
+    haystack, tries = Haystack(source.tokenizer, read_corpus()), [*product(DEPTHS, range(plan["needle_seeds"]))]
     rows: list[Row] = []
-    for length, those in found.items():
+    for length in plan["needle_lengths"]:
+        found = sum(finds(model, haystack.hide(length=length, depth=depth, seed=seed)) for depth, seed in tries)
         cache = filled_cache(model, length, text, reserved=length)
-        row: Row = {"figures": "needle", "context": length, "tries": len(those), "found": sum(those)}
+        row: Row = {"figures": "needle", "context": length, "tries": len(tries), "found": found}
         rows.append({**row, **_size(model, cache, length, length)})
     return rows

@@ -11,7 +11,6 @@ Source: Kamradt, https://github.com/gkamradt/LLMTest_NeedleInAHaystack; the shor
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
@@ -33,16 +32,6 @@ class Hidden:
     haystack: list[int]
     question: list[int]
     secret: list[int]
-
-
-@dataclass(frozen=True)
-class Try:
-    """One needle: the tokens before the secret, its depth, and whether it was found."""
-
-    length: int
-    depth: float
-    seed: int
-    found: bool
 
 
 class Haystack:
@@ -100,24 +89,3 @@ def finds(model: Transformer, hidden: Hidden) -> bool:
     with closing(expected(model, ids, prompt_len=len(hidden.haystack))) as steps:
         of_secret = islice(steps, len(hidden.question), None)
         return all(int(logprobs.argmax()) == id for logprobs, id in zip(of_secret, hidden.secret, strict=True))
-
-
-def needles(
-    model: Transformer,
-    tokenizer: TextCodec,
-    text: str,
-    *,
-    lengths: Sequence[int] = LENGTHS,
-    depths: Sequence[float] = DEPTHS,
-    seeds: Sequence[int] = SEEDS,
-) -> Iterator[Try]:
-    """Hide a needle for every length, depth and seed, and yield whether the model finds it.
-
-    Raises ValueError as `Haystack.hide` does, and for a length above the model's max_seq_len.
-    """
-    haystack = Haystack(tokenizer, text)
-    for length in lengths:
-        for depth in depths:
-            for seed in seeds:
-                hidden = haystack.hide(length=length, depth=depth, seed=seed)
-                yield Try(length, depth, seed, finds(model, hidden))

@@ -27,7 +27,7 @@ from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
-from llama.bench.texts import read_corpus, text_path
+from llama.bench.texts import CORPUS, read_corpus
 from llama.exact import slowdown_words
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.streaming import encode_prompt
@@ -130,7 +130,7 @@ def agreement(cell: Cell) -> dict[str, Any]:
         found.append(ids)
         del engine  # the memory of one model at a time
     same = sum(one == other for one, other in zip(*found, strict=True))
-    row: Row = {"figures": "agreement", "path": path, "text": text_path().name, "tokens": len(ids)}
+    row: Row = {"figures": "agreement", "path": path, "text": CORPUS.name, "tokens": len(ids)}
     return {"rows": [{**row, "top1_agreement": same / len(ids)}]}
 
 
