@@ -3,7 +3,6 @@
 import json
 import math
 import mmap
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import llama
-from llama.bench.run import memory
+from llama.bench.run import jobs, memory
 from llama.bench.run.memory import Peak, tensor_peak
 from llama.host import machine
 from llama.host.machine import available_memory, ceilings, environment
@@ -257,22 +256,16 @@ def test_tensor_peak_raises_an_error_of_its_work_and_works_again() -> None:
     assert tensor_peak(lambda: torch.ones(FLOATS)) == MIB
 
 
-def test_tensor_peak_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
-    before = dict(os.environ)
-    tensor_peak(lambda: None)
-    assert dict(os.environ) == before
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "3")
-    seen: list[str] = []
-    tensor_peak(lambda: seen.append(os.environ["KINETO_LOG_LEVEL"]))
-    assert seen == ["3"]
-
-
 @pytest.mark.slow
-def test_tensor_peak_prints_nothing() -> None:
+def test_tensor_peak_prints_nothing_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from llama.bench.run.memory import tensor_peak; tensor_peak(lambda: None); tensor_peak(lambda: None)"
-    environ = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=environ, check=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=jobs._environment(tmp_path, "0"),
+        check=True,
     )
     assert done.stdout + done.stderr == ""

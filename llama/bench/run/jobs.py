@@ -134,6 +134,7 @@ def _environment(folder: Path, number: str) -> dict[str, str]:
     """
     paths = [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "TMPDIR": str(folder), "LLAMA_JOB": number}
+    own["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")  # or PyTorch's profiler prints "USDT:" lines
     with suppress(RuntimeError):  # or each job compiles again; a user without a home has no such folder
         own["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_dir() / "inductor")
     return {**os.environ, **own}

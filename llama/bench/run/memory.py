@@ -5,15 +5,13 @@ None means that the system does not show it.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Peak:
@@ -95,7 +93,7 @@ def tensor_peak(work: Callable[[], object]) -> int:
     Freeing a tensor that was allocated before this call is not counted, because PyTorch knows only the sizes of what it
     allocated under its profiler. Free such tensors before, or allocate them in `work`.
     """
-    with _quiet_kineto(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         work()
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
@@ -106,19 +104,3 @@ def tensor_peak(work: Callable[[], object]) -> int:
     ]
     sizes = (size for _, size in sorted(events, key=lambda event: event[0]))  # negative if memory is freed
     return max(0, *accumulate(sizes, initial=0))
-
-
-@contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Keep the profiler's library from printing "USDT:" lines on stderr.
-
-    It reads the variable once, when the first profile of the process begins.
-    """
-    if _KINETO_LOG_LEVEL in os.environ:
-        yield
-        return
-    os.environ[_KINETO_LOG_LEVEL] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[_KINETO_LOG_LEVEL]
