@@ -17,7 +17,7 @@ from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
-from llama.bench.run.models import find_model, make_cell, random_model
+from llama.bench.run.models import find_model, make_cell, random_model, settled
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
@@ -455,11 +455,12 @@ def test_a_missing_warm_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert faults_of(engine) == {"warm-up"}
 
 
-def test_a_cell_above_the_models_limit_or_the_memory_is_rejected() -> None:
-    with pytest.raises(ValueError, match="passes the model's max_seq_len=24"):
-        measured(CELL.but(input_len=20))
+def test_a_cell_above_the_models_limit_or_the_memory_is_rejected(native_sized: str) -> None:
+    cell = CELL.but(model=native_sized)
+    with pytest.raises(ValueError, match="passes the model's max_seq_len="):
+        worker.run_cell(cell.but(input_len=8190), trace=False)
     with pytest.raises(ValueError, match=r"does not fit: weights .*KV cache .* at the peak, and .* are free on cpu"):
-        measured(CELL.but(batch_size=10**9))
+        worker.run_cell(cell.but(batch_size=10**9), trace=False)
 
 
 @pytest.mark.parametrize(
@@ -519,8 +520,8 @@ def test_an_engine_is_named_with_its_modes() -> None:
 
 
 def test_a_text_is_the_prompt_of_every_row_and_its_length_is_counted() -> None:
-    cell = CELL.but(text="abc")
-    engine = engine_for(cell, vocab_size=258)
+    engine = engine_for(CELL, vocab_size=258)
+    cell = settled(CELL.but(text="abc"), engine.encode)
     rows = measure(cell, engine, device=CPU)
     assert "3 x 4 in" in next(row["detail"] for row in rows if row.get("name") == "tokens")  # BOS and three bytes
     assert rows[0]["ids"][0] == rows[0]["ids"][1] == rows[0]["ids"][2]

@@ -16,8 +16,6 @@ from llama.bench.run.memory import Peak, tensor_peak
 from llama.bench.run.memory_ledger import (
     Measured,
     cache_of,
-    check_length,
-    check_memory,
     layout_of,
     make_ledger,
     position_bytes,
@@ -25,7 +23,7 @@ from llama.bench.run.memory_ledger import (
     reserved_cache_bytes,
     workspace,
 )
-from llama.bench.run.models import Source, settled
+from llama.bench.run.models import Source
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import Row
 from llama.costs import forward_flops, forwards, parameters, step_bytes
@@ -45,13 +43,8 @@ def measure(
     """Measure a cell once and return its row, its checks, and, with `trace`, its memory ledger.
 
     `stored`: the bytes that each matrix should take, if the weights are those of a .gguf file. `trace` also measures
-    the peak of tensors on a CPU, in a second, untimed run of the largest forwards. Raises ValueError if the cell does
-    not fit into the model's limits or into memory.
+    the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
     """
-    cell = settled(cell, engine.encode)
-    check_length(cell, engine.max_seq_len)
-    if engine.args is not None:
-        check_memory(cell, engine.args, device, held=engine.weights_bytes or 0, stored=stored)
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
@@ -66,8 +59,7 @@ def measure(
     row |= {"figures": "cell", "error": None, "notes": notes(cell, weights=weights), "path": run.path or engine.path}
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
     row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
-    if engine.args is not None:
-        row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored)
+    row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored)
     rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen)]
     if trace and isinstance(engine, LlamaEngine):
         rows += _ledger(cell, engine, run, row, device, resident_before_model, stored)
@@ -108,7 +100,7 @@ def times_of(run: Run, other_load: float | None, memory: dict[str, int | None]) 
         "step_seconds": [steps],
     }
     row["other_load_cores"] = [other_load]
-    return {**row, **{name: [nbytes] for name, nbytes in memory.items() if nbytes is not None}}  # type: ignore[typeddict-item]
+    return {**row, **{name: [nbytes] for name, nbytes in memory.items() if nbytes is not None}}
 
 
 def make_work(

@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from llama.bench.run.engines import Run
 
 
-def judge(
-    cell: Cell, run: "Run", warm_up: "Run | None", *, max_seq_len: int, reset_seen: tuple[int, int] | None
-) -> list[Row]:
+def judge(cell: Cell, run: "Run", warm_up: "Run", *, max_seq_len: int, reset_seen: tuple[int, int] | None) -> list[Row]:
     """Return all checks of a run. `reset_seen`: the peak and current bytes right after the reset."""
     return [
         _cache(cell, run),
@@ -98,10 +96,8 @@ def _length(cell: Cell, run: "Run") -> Row:
     return check("no early end", not short, f"{short} rows ended before {cell.output_len} tokens")
 
 
-def _warm_up(cell: Cell, warm_up: "Run | None") -> Row:
+def _warm_up(cell: Cell, warm_up: "Run") -> Row:
     """Did a prefill and a step of the same shapes run before the clock started?"""
-    if warm_up is None:
-        return check("warm-up", False, "nothing was run before the clock was started")
     if warm_up.fed is None:
         return check("warm-up", len(warm_up.token_times) > 0, f"{len(warm_up.token_times)} tokens of this shape")
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
@@ -133,8 +129,8 @@ def _fast_step(run: "Run") -> Row:
     return check("fast step", fine, words)
 
 
-def _sampler(warm_up: "Run | None") -> Row:
-    if warm_up is None or warm_up.greedy is None:
+def _sampler(warm_up: "Run") -> Row:
+    if warm_up.greedy is None:
         return check("same sampler", None, "greedy was asked for; the engine does not show its logits")
     likely = "the most likely one" if warm_up.greedy else "not always the most likely one"
     return check("same sampler", warm_up.greedy, f"greedy was asked for; what the warm-up fed back was {likely}")
