@@ -21,7 +21,6 @@ from llama.bench.run.directory import RunDirectory
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_rows
 from llama.bench.run.models import find_model
-from llama.bench.run.peers import GPT2
 from llama.bench.schema import Report, cell_row, is_measured, merge, pairs, rows_of
 from llama.bench.statistics import best_ceilings, median_of
 
@@ -249,7 +248,7 @@ class Run:
         report = self.report
         for place, cell in enumerate(cells_of(report)):
             row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
-            if is_measured(row) or row["error"] or cell.model in GPT2 or (pace is None and cell.engine != "llama"):
+            if is_measured(row) or row["error"] or (pace is None and cell.engine != "llama"):
                 continue
             seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
             report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]

@@ -15,7 +15,6 @@ from llama.bench.run.conversation import turns_of
 from llama.bench.run.memory_ledger import check_length
 from llama.bench.run.models import check_cell, find_model
 from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
-from llama.bench.run.peers import GPT2
 from llama.bench.run.step_times import ENOUGH, context_lengths
 from llama.bench.schema import Report, new_report, rows_of
 from llama.bench.statistics import median_of
@@ -110,11 +109,8 @@ def plan_report(
     engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast, see `read_engine`. kinds: for `caches`, by
     default all that are registered.
     """
-    if preset in ("caches", "chat"):
-        if base.model in GPT2:
-            raise ValueError(f"--preset={preset} measures a Llama; {base.model} has its own cache and no sessions")
-        if base.ranks > 1:
-            raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
+    if preset in ("caches", "chat") and base.ranks > 1:
+        raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
     plan: dict[str, Any] = {}
     if preset == "table":
         cells = table_cells(base, engines)
@@ -127,7 +123,7 @@ def plan_report(
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
     for cell in cells:
         check_cell(cell)
-        if cell.model not in GPT2 and (preset in ("table", "sweep") or cell.from_file):
+        if preset in ("table", "sweep") or cell.from_file:
             check_length(cell, find_model(cell).args.max_seq_len)
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
@@ -149,7 +145,7 @@ def modes_of(cell: Cell) -> tuple[bool, ...]:
 
 def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     """Return the base cell and one for each engine. Raises ValueError for an engine that is named twice."""
-    found = [] if base.model in GPT2 else [base]
+    found = [base]
     for variant in (base.but(**read_engine(engine)) for engine in engines):
         if variant in found:
             raise ValueError(f"{variant.name} would be in the table twice; name every engine once")

@@ -70,8 +70,8 @@ def main(
         kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
         preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
             batch), caches (bytes, time, quality of kinds) or chat (a cache that is kept between calls).
-        model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; gpt2 with --engine
-            transformers. By default demo on a CPU, and llama-3.2-1b on a GPU.
+        model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; by default demo on a
+            CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
         tokenizer_path: The tokenizer, if it is not beside the weights.
         text: A real prompt, the same in all rows, instead of random ids.
@@ -142,7 +142,7 @@ def dispatch(flags: SimpleNamespace) -> int:
 def base_cell(flags: SimpleNamespace) -> Cell:
     """Return the single cell, or the cell that those of a preset are made from. Raises ValueError."""
     from llama.bench.run.models import make_cell
-    from llama.bench.run.peers import GPT2, check_engine
+    from llama.bench.run.peers import check_engine
 
     quantize = flags.quantize
     if not flags.repack:
@@ -152,8 +152,6 @@ def base_cell(flags: SimpleNamespace) -> Cell:
     own: Modes = {"engine": "llama", "fast": flags.fast, "quantize": quantize, "activations": flags.activations}
     for name in {read_engine(words)["engine"] for words in flags.engine} - {"llama"}:
         check_engine(name)
-    if flags.model in GPT2 and (flags.engine != ["transformers"] or flags.fast or quantize is not None):
-        raise ValueError(f"{flags.model} is no Llama; measure it with --engine transformers alone, without modes")
     has_text = flags.preset in ("caches", "chat")  # of its own, of which this is the least
     return make_cell(
         model=flags.model,

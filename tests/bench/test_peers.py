@@ -14,10 +14,12 @@ from fakes import Bytes
 from oracles import kv_nbytes, tiny_args, tiny_model
 
 from llama.args import RopeScaling
+from llama.bench.run import transformers_engine
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
-from llama.bench.run.peers import GPT2, check_engine
+from llama.bench.run.peers import check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
+from llama.checkpoint.export import huggingface_config
 from llama.model import Transformer
 
 OUTPUT_LEN = 6
@@ -45,7 +47,7 @@ def model() -> Transformer:
 
 def peer_of(name: str, model: Transformer, *, quantize: str | None = None) -> Engine:
     if name == "transformers":
-        return TransformersEngine.of(model, Bytes())
+        return TransformersEngine(model, Bytes())
     return LlamaCppEngine.of(model, Bytes(), quantize=quantize)
 
 
@@ -168,14 +170,14 @@ def test_with_the_cache_a_step_is_fed_one_token_a_row(engine: Engine) -> None:
 
 
 def test_without_the_cache_transformers_is_fed_the_whole_text(model: Transformer) -> None:
-    run = TransformersEngine.of(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=False)
+    run = TransformersEngine(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=False)
     assert run.fed == [(3, 7 + step) for step in range(OUTPUT_LEN)]
     assert (run.cache_bytes, run.cache_length) == (0, 0)
     assert_timed(run, OUTPUT_LEN)
 
 
 def test_transformers_reports_the_bytes_of_its_cache_and_logits(model: Transformer) -> None:
-    run = TransformersEngine.of(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    run = TransformersEngine(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert run.cache_length == 7 + OUTPUT_LEN - 1  # the last token is never fed
     assert run.cache_bytes == kv_nbytes(model.args, 3, run.cache_length, torch.float32)
     assert run.logits_bytes == 3 * model.args.vocab_size * 4
@@ -213,7 +215,7 @@ def test_an_engine_describes_itself(engine: Engine, name: str, model: Transforme
 
 
 def test_transformers_shares_the_weights(model: Transformer) -> None:
-    theirs = TransformersEngine.of(model, Bytes()).model
+    theirs = TransformersEngine(model, Bytes()).model
     assert theirs.model.embed_tokens.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
     assert {tensor.device.type for tensor in [*theirs.parameters(), *theirs.buffers()]} == {"cpu"}
 
@@ -269,7 +271,7 @@ def test_llama_cpp_rejects_models_and_batches_that_it_cannot_run(model: Transfor
 
 def test_transformers_rejects_rope_divisors() -> None:
     with pytest.raises(ValueError, match=r"rope_scaling has 4 divisors"):
-        TransformersEngine.of(model_of(rope_scaling=(1.0, 2.0, 4.0, 8.0)), Bytes())
+        TransformersEngine(model_of(rope_scaling=(1.0, 2.0, 4.0, 8.0)), Bytes())
 
 
 @pytest.mark.parametrize(
@@ -287,36 +289,15 @@ def test_invalid_prompts_are_rejected(engine: Engine, prompts: list[list[int]], 
         engine.run(prompts, output_len, kv_caching=True)
 
 
-# ---- GPT-2 -----------------------------------------------------------------------------------------------------------
-
-
-def gpt2(name: str) -> TransformersEngine:
-    return TransformersEngine.gpt2(name, device=torch.device("cpu"), dtype=torch.float32)
-
-
-def test_a_gpt2_has_random_weights_of_the_right_size_and_leaves_torchs_stream_alone() -> None:
-    before = torch.get_rng_state()
-    engine = gpt2("distilgpt2")
-    assert torch.equal(torch.get_rng_state(), before)
-    assert (engine.args, engine.vocab_size, engine.max_seq_len) == (None, 50257, 1024)
-    assert engine.weights_bytes == 81_912_576 * 4  # as its model card counts them: 82 million
-    run = engine.run([[50256, 7]], 2, kv_caching=True)
-    assert run.fed == [(1, 2), (1, 1)]
-    assert run.cache_bytes == 6 * 3 * 768 * 2 * 4
-    assert engine.decode([12, 34]) == "ids 12 34"
-    with pytest.raises(ValueError, match="distilgpt2 has no vocabulary here; leave out --text"):
-        engine.encode("hello")
-
-
-def test_an_end_of_text_does_not_end_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_of_text_does_not_end_a_row(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if it is the first token that is made, and the configuration calls it the end."""
-    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 3, "vocab_size": 258}
-    monkeypatch.setitem(GPT2, "gpt2", {**sizes, "initializer_range": 0.5})  # type: ignore[dict-item]
-    first = gpt2("gpt2").run([[5, 6]], 1, kv_caching=True).ids[0][0]
-    monkeypatch.setitem(GPT2, "gpt2", {**GPT2["gpt2"], "eos_token_id": first})
-    engine = gpt2("gpt2")
-    run = engine.run([[5, 6], [6, 5]], OUTPUT_LEN, kv_caching=True)
-    assert run.ids[0][0] == first
-    assert [len(row) for row in run.ids] == [OUTPUT_LEN] * 2
-    assert_timed(run, OUTPUT_LEN)
-    assert engine.run([[5, 6], [6, 5]], OUTPUT_LEN, kv_caching=False).ids == run.ids
+    first = ours(model, PROMPTS)[0][0]
+    monkeypatch.setattr(
+        transformers_engine, "huggingface_config", lambda args: {**huggingface_config(args), "eos_token_id": first}
+    )
+    engine = TransformersEngine(model, Bytes())
+    assert engine.model.config.eos_token_id == first
+    for kv_caching in (True, False):
+        run = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=kv_caching)
+        assert run.ids == ours(model, PROMPTS)
+        assert_timed(run, OUTPUT_LEN)

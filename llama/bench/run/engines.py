@@ -45,10 +45,10 @@ class Run:
 
 
 class Engine(Protocol):
-    """What is measured. `args` is None for GPT-2. `path` names what executes a forward, if a run does not show it."""
+    """What is measured. `path` names what executes a forward, if a run does not show it."""
 
     path: str
-    args: ModelArgs | None
+    args: ModelArgs
     vocab_size: int
     max_seq_len: int
     weights_bytes: int | None
@@ -136,7 +136,7 @@ class LlamaEngine:
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
         self.path = path_of(model, fast=0, all=0)
-        self.args: ModelArgs | None = model.args
+        self.args = model.args
         self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
         self.weights_bytes: int | None = stored_weight_bytes(model)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode

@@ -58,7 +58,7 @@ class LlamaCppEngine:
         self._cache_type = _GGML_TYPES[cache]
         self.path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
         self.path += f", {weights} weights, fp16 cache" if weights else ""
-        self.args: ModelArgs | None = args
+        self.args = args
         self.vocab_size, self.max_seq_len = args.vocab_size, args.max_seq_len
         self.weights_bytes: int | None = self.api.llama_model_size(self._pointer)
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode

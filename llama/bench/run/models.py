@@ -18,7 +18,6 @@ from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
-from llama.bench.run.peers import GPT2
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
@@ -66,7 +65,7 @@ def make_cell(
     """
     if model is not None and ckpt_dir is not None:
         raise ValueError("model and ckpt_dir both name a model; give one of them")
-    known = ("demo", *RELEASED, *GPT2)
+    known = ("demo", *RELEASED)
     if model is not None and model not in known:
         raise ValueError(f"model={model} is not known; known are {', '.join(known)}; ckpt_dir takes a path")
     on = pick_device(device)
@@ -76,8 +75,6 @@ def make_cell(
     check_seed(cell.seed)
     for kind, _ in kinds_named(cache_kind(cell.kv_cache)):
         KVCache.named(kind)
-    if name in GPT2:
-        return cell
     source = find_model(cell)
     Cache.of(source.args, source.args.kv_cache)
     cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
@@ -152,10 +149,6 @@ class Opened(NamedTuple):
 
 def open_engine(cell: Cell) -> Opened:
     """Return the engine of a cell. Raises ValueError if it does not fit into the model's limits or into memory."""
-    if cell.model in GPT2:
-        before = resident_bytes()
-        gpt2 = TransformersEngine.gpt2(cell.model, device=torch.device(cell.device), dtype=DTYPES[cell.dtype])
-        return Opened(gpt2, {"name": cell.model, "weights": "random", "parameters": None, "sizes": None}, before)
     source = find_model(cell)
     check_length(cell, source.args.max_seq_len)
     check_memory(cell, source.args, source.device, held=0, stored=source.stored)
@@ -173,7 +166,7 @@ def _engine_of(cell: Cell, source: Source) -> Engine:
     if cell.engine == "llama":
         return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
     if cell.engine == "transformers":
-        return TransformersEngine.of(source.build(), source.tokenizer)
+        return TransformersEngine(source.build(), source.tokenizer)
     if cell.quantize == "stored":
         assert source.file is not None
         return LlamaCppEngine(source.file, source.args, source.tokenizer, weights="stored")

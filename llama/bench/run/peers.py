@@ -1,17 +1,8 @@
-"""The other engines that are measured: their packages, and the models that only they run."""
+"""The other engines that are measured, and their packages."""
 
 from typing import Any
 
 PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with its package
-
-# The GPT-2 models of the teaching notebooks, as changes of GPT2Config, which is that of the smallest.
-GPT2: dict[str, dict[str, int]] = {
-    "gpt2": {},
-    "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
-    "gpt2-xl": {"n_embd": 1600, "n_layer": 48, "n_head": 25},
-    "distilgpt2": {"n_layer": 6},
-}
 
 
 def check_engine(engine: str) -> Any:

@@ -1,7 +1,7 @@
-"""transformers behind the benchmark's protocol, with the weights of our model, or a GPT-2 with random weights."""
+"""transformers behind the benchmark's protocol, with the weights of our model."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
 from llama.bench.run.engines import Run, cached_prefix, hooked, stored_weight_bytes
-from llama.bench.run.peers import GPT2, check_engine
+from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
 from llama.request import make_request
 from llama.streaming import TextCodec, encode_prompt
-
-Encode = Callable[[str], list[int]]
-Decode = Callable[[Sequence[int]], str]
 
 
 class TransformersEngine:
@@ -26,20 +22,8 @@ class TransformersEngine:
 
     max_batch_size = None  # no limit of rows, for `make_request`
 
-    def __init__(self, model: Any, encode: Encode, decode: Decode, args: ModelArgs | None) -> None:
-        transformers = check_engine("transformers")
-        # The ends and the sampling of a checkpoint's file must not end a row early.
-        model.generation_config = transformers.GenerationConfig(pad_token_id=0)
-        self.model, self.args = model.eval(), args
-        self.path = f"transformers {transformers.__version__} eager, {model.config._attn_implementation}"
-        self.vocab_size: int = model.config.vocab_size
-        self.max_seq_len: int = model.config.max_position_embeddings if args is None else args.max_seq_len
-        self.weights_bytes: int | None = stored_weight_bytes(model)
-        self.encode, self.decode = encode, decode
-
-    @classmethod
-    def of(cls, model: Transformer, tokenizer: TextCodec) -> "TransformersEngine":
-        """Return an engine that shares the memory of the model's weights, except those of wq and wk."""
+    def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
+        """Make an engine that shares the memory of the model's weights, except those of wq and wk."""
         transformers = check_engine("transformers")
         # This limit allocates nothing; transformers warns of scaled RoPE if it is small.
         length = max(model.args.max_seq_len, 1 << 17)
@@ -51,20 +35,14 @@ class TransformersEngine:
         twin.load_state_dict(huggingface_tensors(model), assign=True)
         # The frequencies of RoPE are no part of the weights, so they are still on the meta device.
         twin.model.rotary_emb = type(twin.model.rotary_emb)(config).to(model.device)
-        return cls(twin, partial(encode_prompt, tokenizer), tokenizer.decode, model.args)
-
-    @classmethod
-    def gpt2(cls, name: str, *, device: torch.device, dtype: torch.dtype) -> "TransformersEngine":
-        """Return the GPT-2 of that name with random weights and no vocabulary: `decode` shows the ids."""
-        transformers = check_engine("transformers")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2[name]))
-
-        def encode(text: str) -> list[int]:
-            raise ValueError(f"{name} has no vocabulary here; leave out --text for random ids")
-
-        return cls(model.to(device, dtype), encode, lambda ids: " ".join(["ids", *map(str, ids)]), None)
+        # The ends and the sampling of a checkpoint's file must not end a row early.
+        twin.generation_config = transformers.GenerationConfig(pad_token_id=0)
+        self.model: Any = twin.eval()
+        self.args = model.args
+        self.path = f"transformers {transformers.__version__} eager, {config._attn_implementation}"
+        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
+        self.weights_bytes: int | None = stored_weight_bytes(twin)
+        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
