@@ -6,7 +6,7 @@ from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, Row, cell_row, is_measured, rows_of
+from llama.bench.schema import Report, Row, cell_row, is_measured, merge, rows_of
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
@@ -26,6 +26,16 @@ def check_machine(report: Report, environment: dict[str, Any]) -> None:
         words = ", ".join(f"{name} was {before[name]!r} and is {environment.get(name)!r}" for name in changed)
         raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
     report["environment"] = environment
+
+
+def add_result(report: Report, found: dict[str, Any], cell: int) -> None:
+    """Put what a job returned into the report: rows of a cell, and the machine. Raises as `check_machine` does."""
+    if "environment" in found:
+        check_machine(report, found["environment"])
+    if "ceilings" in found:
+        report["ceilings"] = best_ceilings(report["ceilings"], found["ceilings"])
+    report["model"] = found.get("model", report["model"])
+    merge(report, found["rows"], cell)
 
 
 def with_rates(report: Report) -> None:

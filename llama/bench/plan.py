@@ -11,7 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
-from llama.bench.compare import add_note, check_machine, compare_engines, compare_modes, compare_turns, with_rates
+from llama.bench.compare import (
+    add_note,
+    add_result,
+    check_machine,
+    compare_engines,
+    compare_modes,
+    compare_turns,
+    with_rates,
+)
 from llama.bench.noise import judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of
@@ -27,6 +35,7 @@ from llama.bench.statistics import best_ceilings, median_of
 REPETITIONS = 5
 OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
 RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
+RECORDING_SHARE = 10  # the recording is left out if it takes more than a tenth of what is left of the budget
 
 
 class OverBudgetError(Exception):
@@ -45,13 +54,12 @@ class Run:
         self.calibration: Calibration
         self._took: dict[str, float] = {}  # seconds of a job's last repetition
         self._pace: dict[tuple[Any, ...], float] = {}  # seconds over prediction of the last job alike
-        self._reserved = 0.0  # seconds that the recording for the page needs at the end
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def seconds_left(self) -> float:
         """Return the seconds of the budget that are left."""
-        return max(0.0, self.began + self.budget - self._reserved - time.monotonic())
+        return max(0.0, self.began + self.budget - time.monotonic())
 
     def expected(self, group: Group) -> float:
         """Return how long a group should take: as long as before, or as predicted and as slow as jobs alike were."""
@@ -88,7 +96,6 @@ class Run:
                     jobs = self._due(group, repetition)
                     if group.repeats and jobs and self.expected(group) <= self.seconds_left():
                         self._measure(Group(jobs))
-            self._record_page()
             self._compare()
             if self.report["preset"] in ("table", "sweep"):
                 self._predict()
@@ -106,9 +113,6 @@ class Run:
         options = {"rows": rows if report["preset"] == "table" else 1}
         found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
         report["model"], self.calibration = found["model"], Calibration(**found["timed"])
-        if self.watched is not None and steps_of(self.directory.folder) is None:
-            seconds = self._recording().seconds
-            self._reserved = 1.5 * seconds if seconds <= self.seconds_left() / 10 else 0.0  # a repetition may end late
         self.directory.save()
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
@@ -126,7 +130,20 @@ class Run:
         self.progress.write(f"{words}.")
 
     def _groups(self) -> Iterator[Group]:
-        return GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
+        """Yield the groups of the preset, and after the first one the recording for the page, so that it finds time."""
+        groups = GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
+        yield next(groups)
+        if self.watched is not None and steps_of(self.directory.folder) is None:
+            yield Group((self._recording(self.watched),))
+        yield from groups
+
+    def _recording(self, watched: Cell) -> Job:
+        """Return the job that records a short generation for the page: twice with the cache, once without."""
+        plain = watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+        cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
+        seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
+        options = {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}
+        return Job(RECORDING, "watch", plain, 0, seconds, options, of_cell=False)
 
     def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
         """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
@@ -146,8 +163,9 @@ class Run:
         for group in self._groups():
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
-            first = not self.report["done"]
-            fits = self.expected(due) <= self.seconds_left() and not (group.repeats and batch > smallest_left_out)
+            first, left = not self.report["done"], self.seconds_left()
+            left /= RECORDING_SHARE if group.jobs[0].name == RECORDING else 1
+            fits = self.expected(due) <= left and not (group.repeats and batch > smallest_left_out)
             if jobs and not first and not fits:
                 self.report["failures"] += [f"{job.name}: no room in the budget" for job in jobs]
             elif not jobs or self._measure(due, limited=not first):
@@ -168,15 +186,13 @@ class Run:
                 self.report["failures"] += [f"{job.name}: no room in the budget" for job in group.jobs]
                 return False
             except (ValueError, JobDied) as error:
-                errors.append((job, status_of(error)))
+                errors.append((job, f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"))
             else:
                 found_of.append((job, found))
         for job, found in found_of:
-            if "environment" in found:
-                check_machine(self.report, found["environment"])
-            if "ceilings" in found:
-                self.report["ceilings"] = best_ceilings(self.report["ceilings"], found["ceilings"])
-            merge(self.report, found["rows"], job.place)
+            if "page" in found:
+                keep_steps(self.directory.folder, found["page"])
+            add_result(self.report, found, job.place)
             self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
         for job, why in errors:
             self._note_error(job, why)
@@ -194,30 +210,6 @@ class Run:
             cell_row(self.report, job.place)["error"] = why
 
     # ---- after the measurements --------------------------------------------------------------------------------------
-
-    def _recording(self) -> Job:
-        """Return the job that records a short generation for the page: twice with the cache, once without."""
-        assert self.watched is not None
-        plain = self.watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
-        cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
-        seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
-        return Job(
-            RECORDING, "watch", plain, 0, seconds, {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}, of_cell=False
-        )
-
-    def _record_page(self) -> None:
-        """Record a generation into the report's folder, if the budget allows and there is none yet."""
-        self._reserved = 0.0
-        if self.watched is None or steps_of(self.directory.folder) is not None:
-            return
-        job = self._recording()
-        if self.expected(Group((job,))) > self.seconds_left():
-            self.report["failures"].append(f"{RECORDING}: no room in the budget")
-            return
-        try:
-            keep_steps(self.directory.folder, self._do(job, limited=True)["page"])
-        except (ValueError, JobDied, OverBudgetError) as error:
-            self._note_error(job, status_of(error))
 
     def _compare(self) -> None:
         """Compare the tokens of both modes, of the peers with ours, and of the turns of a conversation."""
@@ -274,13 +266,6 @@ def _mode(cell: Cell) -> tuple[Any, ...]:
 
 def _alike(job: Job) -> tuple[Any, ...]:
     return job.kind, *_mode(job.cell)
-
-
-def status_of(error: Exception) -> str:
-    """Return what a report says of a job that did not end well."""
-    if isinstance(error, OverBudgetError):
-        return str(error)
-    return f"{'refused' if isinstance(error, ValueError) else 'died'}: {error}"
 
 
 def duration(seconds: float) -> str:

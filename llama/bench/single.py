@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.compare import add_note, check_machine, compare_modes, with_rates
+from llama.bench.compare import add_note, add_result, compare_modes, with_rates
 from llama.bench.noise import judge_noise
 from llama.bench.report.tables import comparison_words
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.schema import Report, cell_row, merge, new_report, rows_of
-from llama.bench.statistics import best_ceilings
 
 
 def benchmark_inference(
@@ -57,12 +56,7 @@ def measure_cell(
         machine = run_job("machine", cell, waiting=waiting)
         report["environment"], report["ceilings"] = machine["environment"], machine["ceilings"]
         for place, one, trace in runs:
-            done = run_job("cell", one, waiting=waiting, trace=trace)
-            check_machine(report, done["environment"])
-            report["model"] = done["model"]
-            if "ceilings" in done:
-                report["ceilings"] = best_ceilings(report["ceilings"], done["ceilings"])
-            merge(report, done["rows"], place)
+            add_result(report, run_job("cell", one, waiting=waiting, trace=trace), place)
         if compare:
             on, off = (0, 1) if cell.kv_caching else (1, 0)
             merge(report, [compare_modes(report, on, off)])

@@ -265,24 +265,6 @@ def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_dro
     assert "window:40+4" in named, "of a model of 160 tokens"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--kv_cache", "rolling"], "rolling"),
-        (["--kv_cache", "int8", "--kv_cache", "window:4+9"], "smaller than its 9 sinks"),
-        (["--kv_cache", "nowhere.py:mine"], "No such file"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(
-    words: list[str], says: str, base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, "--out", str(out), *words]) == 2
-    _, err = capsys.readouterr()
-    assert (err.count("\n"), says in err) == (1, True), err
-    assert not out.exists()
-
-
 @pytest.mark.slow
 def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
     base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]

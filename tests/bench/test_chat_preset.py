@@ -16,7 +16,6 @@ from llama.bench.presets import chat_cells, plan_report
 from llama.bench.run import conversation, worker
 from llama.bench.run.conversation import FED, FROM_DISK, shared_prompts, turns_of
 from llama.bench.run.engines import SessionConversation
-from llama.bench.run.jobs import JobDied
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Row, cell_row, rows_of
 from llama.bench.texts import read_dialog
@@ -246,19 +245,6 @@ def test_repetitions_add_up_and_one_that_feeds_otherwise_is_enough_to_violate(
     (detail,) = [row["detail"] for row in rows_of(report, "check", 2) if row["status"] == "violated"]
     assert detail.startswith("shared 235 tokens")
     assert detail.endswith("; shared should have fed 234")
-
-
-def test_a_cell_that_dies_leaves_the_others(base: Cell, here: Here, tmp_path: Path) -> None:
-    def fail(kind: str, cell: Cell) -> None:
-        if kind == "conversation" and not cell.kv_caching:
-            raise JobDied("its process was ended by SIGKILL")
-
-    here.fail = fail  # type: ignore[method-assign]
-    report = measured(base, tmp_path)
-    errors = [row["error"] for row in rows_of(report, "cell")]
-    assert errors == [None, "died: its process was ended by SIGKILL", None]
-    assert ways_of(report, 0)
-    assert ways_of(report, 2, "prompts")
 
 
 def test_a_model_too_short_has_as_many_turns_as_fit(base: Cell, here: Here) -> None:

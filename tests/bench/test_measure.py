@@ -17,7 +17,7 @@ from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
-from llama.bench.run.models import find_model, make_cell, random_model, settled
+from llama.bench.run.models import find_model, random_model, settled
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
@@ -493,15 +493,6 @@ def test_another_engine_is_measured_in_one_process() -> None:
         Cell(ranks=2, engine="transformers")
 
 
-def test_modes_that_exclude_each_other_are_rejected_before_anything_runs() -> None:
-    for asked, words in [
-        ({"quantize": "int8", "exact": True}, "exact mode computes with int8 weights by native code alone"),
-        ({"quantize": "int8", "dtype": "fp16"}, "int8 weights go with activations in fp32 or bf16"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            make_cell(device="cpu", **asked)  # type: ignore[arg-type]
-
-
 def test_an_engine_is_named_with_its_modes() -> None:
     plain = {"engine": "transformers", "fast": False, "quantize": None, "activations": 16}
     assert read_engine("transformers") == plain
@@ -509,7 +500,10 @@ def test_an_engine_is_named_with_its_modes() -> None:
     assert read_engine("llama:int8:fast") == read_engine("llama:fast:int8")
     assert Cell(**read_engine("llama:fast:int8")).name == "batch 1, cache on, fast, int8 weights"
     assert Cell(**read_engine("llama:int8:a8")).name == "batch 1, cache on, int8 weights, 8-bit activations"
-    assert Cell(**read_engine("llama.cpp:int8")).name == "llama.cpp, batch 1, cache on, int8 weights"
+    assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
+    assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
+    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; leave it out"):
+        Cell(**read_engine("llama.cpp:mapped"))
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
         with pytest.raises(
             ValueError, match=r"is no mode; known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"

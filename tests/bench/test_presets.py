@@ -159,21 +159,6 @@ def test_one_table_holds_every_engine_in_every_mode_that_it_has(
     assert "VIOLATED" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_cache_of_ones_own_is_measured_by_its_name(
-    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='mine'):\n    made = 0\n")
-    words = ["--preset", "sweep", "--ckpt_dir", base.model, "--input_len", "6", "--device", "cpu"]
-    assert run(*words, "--out", str(tmp_path / "out"), "--budget", "0", "--kv_cache", f"{file}:mine") == 0
-    (path,) = (tmp_path / "out").glob("*/results.json")
-    report = json.loads(path.read_text())
-    assert all(row["status"] == "ok" for row in rows_of(report, "check") if row["name"] != "other work")
-    assert report["cells"][0]["kv_cache"] == f"{file}:mine"
-    assert "VIOLATED" not in capsys.readouterr().out
-
-
 # ---- a single cell ---------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +281,8 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
         (["--engine", "vllm"], "engine='vllm' is not known"),
         (["--kv_cache", "lru"], "is not a known kind of cache"),
         (["--kv_cache", "int8", "--kv_cache", "int4"], "--kv_cache: a cell has one kind of cache"),
+        (["--preset", "caches", "--kv_cache", "int8", "--kv_cache", "window:4+9"], "smaller than its 9 sinks"),
+        (["--preset", "caches", "--kv_cache", "nowhere.py:mine"], "No such file"),
         (["--logits", "some"], "must be last or all"),
         (["--seed", str(2**64)], f"seed={2**64} must be a whole number from -2**63 to 2**64 - 1"),
         (["--timeout", "nan"], "--timeout=nan must be a number of seconds above 0"),

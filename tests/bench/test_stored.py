@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from jobs_here import CEILINGS
 
 from llama import costs
-from llama.bench.cell import Cell, read_engine
+from llama.bench.cell import Cell
 from llama.bench.run import worker
 from llama.bench.run.models import find_model, make_cell
 from llama.bench.schema import Row
@@ -108,17 +108,6 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
     assert rows[0]["weights_bytes"] == sum(info.nbytes for info in read_gguf_header(Path(file)).tensors.values())
     assert violated(rows) == []
     assert rows[0]["step_read_bytes"] < rows[0]["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
-
-
-def test_stored_is_a_mode_of_both_engines() -> None:
-    assert Cell(**read_engine("llama:fast:stored")).name == "batch 1, cache on, fast, stored weights"
-    assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
-
-
-def test_only_our_engine_has_mapped_weights() -> None:
-    assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
-    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; leave it out"):
-        Cell(**read_engine("llama.cpp:mapped"))
 
 
 @pytest.mark.parametrize("engine", ["llama", "llama.cpp"])

@@ -127,11 +127,6 @@ def test_a_warm_up_of_one_token_is_a_prefill_alone() -> None:
         assert status(good_run(), good_warm_up(fed=fed), "warm-up", one) == expected
 
 
-def test_the_peak_of_a_small_process_may_be_four_megabytes_above_its_start() -> None:
-    for peak, expected in ((102 * MB + 4 * MB, "ok"), (102 * MB + 4 * MB + 1, "violated")):
-        assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, 100 * MB)) == expected
-
-
 def test_a_fast_check_needs_all_three_counts() -> None:
     fast = CELL.but(fast=True)
     for changes in ({"fed": None, "fast_forwards": 3, "fast_wanted": 3}, {"fast_forwards": 3}, {"fast_wanted": 3}):
@@ -208,18 +203,11 @@ def test_every_position_that_is_fed_has_room() -> None:
     assert status(good_run(fed=WHOLE, cache_length=8), good_warm_up(), "no overflow", off) == "ok"
 
 
-def test_a_row_that_is_short_is_counted() -> None:
-    check = checks(good_run(ids=[[1, 2, 3], [1, 2], [1]]), good_warm_up())["no early end"]
-    assert (check["status"], check["detail"]) == ("violated", "2 rows ended before 3 tokens")
-
-
 def test_the_peak_may_be_slightly_above_the_memory_at_the_start() -> None:
-    present = 1000 * MB
-    seen = {
-        peak: status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, present))
-        for peak in (present, present + 24 * MB, present + 25 * MB)
-    }
-    assert list(seen.values()) == ["ok", "ok", "violated"]
+    """By 2 % and four megabytes."""
+    for present, most in ((100 * MB, 106 * MB), (1000 * MB, 1024 * MB)):
+        for peak, expected in ((present, "ok"), (most, "ok"), (most + 1, "violated")):
+            assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=(peak, present)) == expected
     assert status(good_run(), good_warm_up(), "statistics reset", reset_seen=None) == "not observed"
 
 

@@ -150,7 +150,7 @@ def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
     """Record a greedy generation in both modes, and return the page that shows it."""
     source = find_model(cell)
     recording = record(source.build(), source.tokenizer, prompt, steps, temperature=0.0)
-    return {"page": page(recording, model=Path(cell.model).absolute().name)}
+    return {"rows": [], "page": page(recording, model=Path(cell.model).absolute().name)}
 
 
 def gpu(cell: Cell, *, part: str) -> dict[str, Any]:
