@@ -60,7 +60,7 @@ def notes(rows: Sequence[Row]) -> str:
 def test_a_cell_counts_its_tokens_steps_and_bytes_exactly(kv_caching: bool) -> None:
     rows = measured(CELL.but(kv_caching=kv_caching))
     assert [len(row) for row in rows[0]["ids"]] == [5, 5, 5]
-    (seconds,), (first,), (steps,) = (rows[0][name] for name in ("seconds", "first_token_seconds", "step_seconds"))  # type: ignore[literal-required]
+    (seconds,), (first,), (steps,) = (rows[0][name] for name in ("seconds", "first_token_seconds", "step_seconds"))
     assert len(steps) == 4
     assert seconds == pytest.approx(first + sum(steps))
     assert rows[0]["token_forwards"] == 3 * (11 if kv_caching else 7 + 8 + 9 + 10 + 11)

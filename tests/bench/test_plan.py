@@ -97,7 +97,7 @@ def test_a_budget_of_a_moment_measures_the_first_pair_and_predicts_the_others(
         assert (guess["predicted"], truth.get("predicted", False)) == (True, False)
         assert guess["path"] == truth["path"] == "plain"
         for column in ("weights_bytes", "cache_bytes", "token_forwards", "flops", "step_read_bytes"):
-            assert guess[column] == truth[column], column  # type: ignore[literal-required]
+            assert guess[column] == truth[column], column
         assert guess["seconds"] == [pytest.approx(sum(guess["first_token_seconds"]) + sum(guess["step_seconds"][0]))]
         assert len(guess["step_seconds"][0]) == 3
         lines = {row["name"]: row for row in rows_of(report, "memory", cell)}
@@ -217,7 +217,7 @@ def test_predicted_times_follow_the_pace_of_the_largest_measured_batch_of_the_sa
     predicted = [sum(run.calibration.of_forwards(cell)) for cell in cells]
     for place, pace in ((0, 2.0), (1, 5.0)):
         row = {"figures": "cell", "seconds": [pace * predicted[place]], "path": "plain", "other_load_cores": [None]}
-        merge(report, [row], place)  # type: ignore[list-item]
+        merge(report, [row], place)
     run._predict()
     for place, cell in enumerate(cells[2:], 2):
         row, pace = cell_row(report, place), 2.0 if cell.kv_caching else 5.0

@@ -153,7 +153,7 @@ def test_of_two_checks_the_violated_one_stays_and_of_two_lines_the_measured_one(
     ):
         report = new_report("table", [CELL])
         for check, one in zip(checks, lines, strict=True):
-            merge(report, [check, one], 0)  # type: ignore[list-item]
+            merge(report, [check, one], 0)
         assert [row["detail"] for row in rows_of(report, "check")] == ["it was on"]
         assert [row["measured_bytes"] for row in rows_of(report, "memory")] == [4]
 
@@ -162,7 +162,7 @@ def test_a_row_of_another_context_way_or_cell_is_another_row() -> None:
     report = new_report("caches", [CELL, CELL.but(kv_cache="int8")])
     step: Row = {"figures": "step", "batch_size": 1, "context": 8, "kv_caching": True, "step_seconds": [1.0]}
     for changes in ({}, {"context": 9}, {"kv_caching": False}, {"batch_size": 2}):
-        merge(report, [{**step, **changes}], 0)  # type: ignore[typeddict-item]
+        merge(report, [{**step, **changes}], 0)
     merge(report, [step], 1)
     assert len(rows_of(report, "step")) == 5
     sizes: Row = {"figures": "step", "batch_size": 1, "context": 8, "kv_caching": True, "cache_bytes": 7}

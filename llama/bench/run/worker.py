@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +38,25 @@ from llama.watch.record import record
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     """Measure a cell once; `trace` as in `measure`."""
     device = torch.device(cell.device)
-    with _warnings() as warnings:
-        engine, facts, before, stored = open_engine(cell)
-        row, *others = measure(
-            cell,
-            engine,
-            device=device,
-            weights=facts["weights"],
-            resident_before_model=before,
-            trace=trace,
-            stored=stored,
-        )
-    row["notes"] += warnings
+    warnings = BufferingHandler(capacity=1000)  # such as why the fast step cannot run
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger("llama").addHandler(warnings)
+    engine, facts, before, stored = open_engine(cell)
+    row, *others = measure(
+        cell,
+        engine,
+        device=device,
+        weights=facts["weights"],
+        resident_before_model=before,
+        trace=trace,
+        stored=stored,
+    )
+    row["notes"] += [one.getMessage() for one in warnings.buffer]
     if cell.exact and trace and isinstance(engine, LlamaEngine):
         row["notes"].append(slowdown_words(engine.model))
     done = {"rows": [row, *others], "model": facts, "environment": environment(device)}
     # The ceilings are measured next to every repetition; those of one process say nothing of several.
     return done if cell.ranks > 1 else {**done, "ceilings": ceilings(device, DTYPES[cell.dtype], seconds=1.0)}
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings of the library, such as why the fast step cannot run."""
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("llama")
-    logger.addHandler(handler)
-    try:
-        yield warnings
-    finally:
-        logger.removeHandler(handler)
 
 
 def describe_machine(cell: Cell) -> dict[str, Any]:
