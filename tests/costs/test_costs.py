@@ -20,7 +20,6 @@ from llama.checkpoint import open_checkpoint
 from llama.cli.costs import main
 from llama.costs import MB, RELEASED
 from llama.model import Transformer
-from llama.quant import packed
 from llama.quant.layers import quantize_layers
 from llama.request import Step
 from llama.untrusted.gguf_sizes import FILE_BLOCKS
@@ -106,13 +105,6 @@ def test_the_bytes_of_packed_weights_are_those_of_the_tensors(tied_head: bool, v
     assert costs.weights_bytes(args, itemsize=2, quantize=kind) == held
     assert costs.head_bytes(args, itemsize=2, quantize=kind) == model.output.weight.nbytes
     assert costs.weights_bytes(args, itemsize=2) == 2 * costs.parameters(args)
-
-
-def test_an_int8_weight_takes_nine_eighths_of_a_byte_and_outputs_come_in_sixteens() -> None:
-    assert costs.matrix_bytes(64, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
-    assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int8") == 64 * 96 * 9 // 8
-    assert costs.matrix_bytes(50, 96, itemsize=4, quantize="int4") == 64 * 96 * 5 // 8
-    assert (costs.GROUP, costs.LANES) == (packed.GROUP, packed.LANES)
 
 
 def test_the_bytes_of_a_files_types_are_those_of_the_gguf_package() -> None:

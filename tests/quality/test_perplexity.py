@@ -162,20 +162,11 @@ def test_a_fast_model_predicts_the_same_through_another_kind(tmp_path: Path) -> 
     assert abs(found.mean_kl) < 1e-3  # native code rounds activations of int8 weights, and does not support concat
 
 
-def test_equal_caches_compare_as_equal() -> None:
-    model = tiny_model()
-    found = compare(model, "concat", ids_of(24), prompt_len=4)
-    assert (found.tokens, found.prompt_len, found.top1_agreement) == (20, 4, 1)
-    assert found.mean_kl == pytest.approx(0, abs=1e-12)
-    assert found.reference_perplexity == pytest.approx(found.other_perplexity)
-    alone = cached_perplexity(model, ids_of(24), context=24, prompt_len=4)
-    assert found.reference_nll == pytest.approx(alone.mean_nll)
-
-
 def test_a_rounding_cache_shows_in_divergence_agreement_and_perplexity() -> None:
     """Compared with the definitions, on the log-probabilities of two separate runs."""
     model, ids = tiny_model(), ids_of(24)
     found = compare(model, "half_rounded", ids, prompt_len=4)
+    assert (found.tokens, found.prompt_len) == (20, 4)
     p, q = (
         torch.stack(list(expected(model, ids, prompt_len=4, cache=model.new_cache(kind))))
         for kind in ("static", "half_rounded")

@@ -295,15 +295,6 @@ def test_runs_draw_the_same_tokens_without_a_seed_too(model: Transformer) -> Non
     assert (recording.texts, recording.notes) == (recorded(model, temperature=1.0).texts, ())
 
 
-def test_a_stream_of_the_model_can_continue_after_a_recording(model: Transformer) -> None:
-    alone = model.generate(Ids(), [PROMPT], NEW, temperature=0.0)[0]["ids"]
-    with model.stream(Ids(), [PROMPT], NEW, temperature=0.0) as stream:
-        next(stream)
-        assert "".join(recorded(model).texts).split() == [str(id) for id in PROMPT + alone]
-        stream.finish()
-        assert stream.results[0]["ids"] == alone
-
-
 def test_options_that_are_not_of_one_text_in_both_modes_are_refused(model: Transformer) -> None:
     for option in ("echo", "logprobs", "share_prefix", "kv_caching"):
         with pytest.raises(ValueError, match=f"leave out {option}"):
