@@ -24,7 +24,6 @@ from bench_reports import (
     dead,
     only_cell,
     predicted,
-    row_of,
     step_rows,
     sweep_report,
     table_report,
@@ -43,7 +42,7 @@ from llama.bench.report.plots import PictureLook, as_png, as_svg, figures, headi
 from llama.bench.report.plots.canvas import error_bars, new_figure
 from llama.bench.report.tables import comparison_words
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
-from llama.bench.schema import Report
+from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
 from llama.cli import palette
 
@@ -90,7 +89,7 @@ def hiding() -> Report:
     """Return the report of an engine that hides everything that an engine can hide."""
     report = table_report([{"engine": "llama.cpp", "path": "llama.cpp 0.3.36"}])
     kept = {
-        key: row_of(report, 0)[key]
+        key: cell_row(report, 0)[key]
         for key in ("path", "seconds", "first_token_seconds", "tokens_per_second", "prefill_tokens_per_second")
     }  # type: ignore[literal-required]
     return only_cell(report, 0, **kept)
@@ -101,8 +100,8 @@ def hiding() -> Report:
 
 def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
     report = table_report([{"batch_size": 8}])
-    row_of(report, 0).update(seconds=[2.0, 2.02, 2.1], tokens_per_second=126.733, text="Once upon a time")
-    row_of(report, 0).update(tensor_peak_bytes=[2_685_822_566], weights_bytes=int(2357.13 * 2**20))
+    cell_row(report, 0).update(seconds=[2.0, 2.02, 2.1], tokens_per_second=126.733, text="Once upon a time")
+    cell_row(report, 0).update(tensor_peak_bytes=[2_685_822_566], weights_bytes=int(2357.13 * 2**20))
     assert cell_text(report, 0).startswith(
         "Batch size: 8\n"
         "Input length: 256 tokens\n"
@@ -132,7 +131,7 @@ def test_a_cell_shows_mode_spread_count_ledger_and_validity() -> None:
 def test_a_share_of_a_ceiling_is_named_if_it_is_the_cells_own_best() -> None:
     report = table_report([{}])
     for share, own in ((0.999, False), (1.0, True)):
-        row_of(report, 0)["prefill_flops_share"] = share
+        cell_row(report, 0)["prefill_flops_share"] = share
         assert ("the best rate that was seen is this cell's own" in cell_text(report, 0)) == own
     shown = report_markdown(report)
     assert "26.0 GB/s (10^9 bytes), by sum, threads: 2" in shown
@@ -229,7 +228,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
     assert "This cell: died: its process was killed" in cell_text(report, 1)
     assert "times faster" not in table_markdown(report)
-    assert csv_rows(report)[-1]["error"] == row_of(report, 1)["error"] or csv_rows(report)[0]["error"]
+    assert [row["error"] for row in csv_rows(report)] == [cell_row(report, 1)["error"], ""]
 
 
 def test_a_cell_that_was_not_measured_yet_did_not_die() -> None:
@@ -252,7 +251,7 @@ def test_each_path_of_ours_is_named_and_stands_against_every_peer() -> None:
         ]
     )
     for index, rate in enumerate((10, 30, 60, 20, 40)):
-        row_of(report, index)["tokens_per_second"] = rate
+        cell_row(report, index)["tokens_per_second"] = rate
     shown = table_markdown(report)
     every = rows_of(shown, "Every cell")
     assert [row[6] for row in every[:3]] == ["plain", "native", "native, int8 weights"]
@@ -287,7 +286,7 @@ def test_modes_are_paired_on_one_path_and_each_path_has_its_sentence() -> None:
     )
     assert re.search(r"cache \(native\): [\d.]+ times faster, 13 MB more memory, other tokens \(", sentences)
     assert "Batch 1 with the KV cache (native, int8 weights): " in sentences
-    row_of(report, 1)["path"] = "native"  # it ran on another path than its partner
+    cell_row(report, 1)["path"] = "native"  # it ran on another path than its partner
     assert len(rows_of(table_markdown(report), "What the cache saves")) == 2
     for step in (row for row in report["rows"] if row["figures"] == "step"):
         step["path"] = "native"
@@ -318,7 +317,7 @@ def test_the_csv_reads_back_as_the_very_figures() -> None:
     rows = csv_rows(report)
     assert len(rows) == 6
     for index, row in enumerate(rows):
-        cell, own = report["cells"][index], row_of(report, index)
+        cell, own = report["cells"][index], cell_row(report, index)
         assert (int(row["batch_size"]), row["kv_caching"] == "on") == (cell["batch_size"], cell["kv_caching"])
         assert float(row["seconds_median"]) == median_of(own, "seconds")
         assert int(row["step_seconds_n"]) == 93
@@ -358,7 +357,7 @@ def test_logits_of_all_positions_are_named_in_the_sentence_about_memory() -> Non
 
 def test_figures_without_a_partner_are_not_measured() -> None:
     report = table_report([{"n": 1, "output_len": 1, **cell} for cell in PAIR])
-    del row_of(report, 0)["token_forwards"]
+    del cell_row(report, 0)["token_forwards"]
     (row,) = rows_of(table_markdown(report), "What the cache saves")
     assert row[1] == row[3] == "not measured"
     assert row[2].endswith("x")
@@ -439,7 +438,7 @@ def test_the_growth_of_the_speed_up_is_read_out_of_the_longest_generation() -> N
     report = sweep_report()
     rows = growth(report)
     assert [row["generated"] for row in rows] == [10, 20, 50, 100, 200]
-    on, off = (row_of(report, index) for index in (0, 1))
+    on, off = (cell_row(report, index) for index in (0, 1))
     assert rows[-1]["times_faster"] == pytest.approx(median_of(off, "seconds") / median_of(on, "seconds"))
     firsts = [
         first + sum(later[:9]) for first, later in zip(on["first_token_seconds"], on["step_seconds"], strict=True)
@@ -480,14 +479,8 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         name: ["NOISY" in "".join(text.get_text() for text in ax.texts) for ax in figure.axes]
         for name, figure in drawn.items()
     }
-    expected = {
-        "time": [True, True],
-        "memory": [False],
-        "speedup": [True, True],
-        "kinds": [False, True, False],
-    }
+    expected = {"time": [True, True], "memory": [False], "speedup": [True, True], "kinds": [False, True, False]}
     expected["steps"] = [True] * (3 if report["preset"] == "table" else 2)
-    expected["time"] = [True, True]
     assert marked == {name: expected[name] for name in drawn}
 
 
@@ -525,7 +518,7 @@ def test_only_quantised_kinds_on_the_plain_path_are_said_to_be_widened() -> None
     note = "On the plain path a quantised cache is widened as a whole at every step (int8, int4)"
     assert note in report_markdown(report)
     assert "widened" not in report_markdown(caches_report(["static", "paged", "window:1024+4"]))
-    row_of(report, 1)["path"] = row_of(report, 2)["path"] = "native"
+    cell_row(report, 1)["path"] = cell_row(report, 2)["path"] = "native"
     assert "widened" not in report_markdown(report)
     assert "Times on different paths compare the paths, not the kinds." in report_markdown(report)
 
@@ -705,8 +698,8 @@ def test_a_name_with_dollar_signs_is_no_formula() -> None:
 
 def test_texts_of_others_stay_texts() -> None:
     report = dead(table_report(PAIR, command=EVIL, reading=[EVIL]), 1)
-    row_of(report, 0).update(text=EVIL, notes=[EVIL])
-    row_of(report, 1).update(error=f"died: {EVIL}")
+    cell_row(report, 0).update(text=EVIL, notes=[EVIL])
+    cell_row(report, 1).update(error=f"died: {EVIL}")
     for shown in (report_page(report), report_markdown(report)):
         assert "<script" not in shown
         assert "<img src=http" not in shown

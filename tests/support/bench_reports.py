@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.schema import Report, Row, Status, new_report
+from llama.bench.schema import Report, Row, Status, cell_row, new_report, rows_of
 from llama.bench.statistics import rates
 from llama.costs import MB, token_forwards
 
@@ -233,11 +233,6 @@ def chat_report(**changed: Any) -> Report:
     return report_of("chat", cells, rows, plan=plan, **changed)
 
 
-def row_of(report: Report, index: int) -> Row:
-    """Return the row of figures of a cell, to change it."""
-    return next(row for row in report["rows"] if row["figures"] == "cell" and row["cell"] == index)
-
-
 def only_cell(report: Report, index: int, **figures: Any) -> Report:
     """Leave a cell its first row alone, with these figures."""
     rest = [row for row in report["rows"] if row["cell"] != index or row["figures"] == "step"]
@@ -253,15 +248,11 @@ def dead(report: Report, index: int) -> Report:
 
 def predicted(report: Report, index: int) -> Report:
     """Make a cell one that the budget left out: one value of each time, and a ledger without measurements."""
-    row = row_of(report, index)
-    lines = [
-        row
-        for row in report["rows"]
-        if row["figures"] == "memory" and row["cell"] == index and row["name"] != "resident"
-    ]
+    row = cell_row(report, index)
+    lines = [line for line in rows_of(report, "memory", index) if line["name"] != "resident"]
     dropped = ("ids", "text", "bound_by", "resident_peak_bytes", "other_load_cores")
     only_cell(report, index, **{key: value for key, value in row.items() if key not in dropped})
-    bare = row_of(report, index)
+    bare = cell_row(report, index)
     bare |= {"predicted": True, "seconds": bare["seconds"][:1], "first_token_seconds": bare["first_token_seconds"][:1]}
     bare |= {"step_seconds": bare["step_seconds"][:1]}
     report["rows"] += [{**line, "measured_bytes": None} for line in lines]
