@@ -12,11 +12,9 @@ import pytest
 from fakes import Ids
 from oracles import tiny_model
 
-from llama.args import ModelArgs
 from llama.cli import palette
-from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
 from llama.watch.page import page
-from llama.watch.record import record
+from llama.watch.record import Recording, record
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver
@@ -75,16 +73,16 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def args() -> ModelArgs:
-    return tiny_model().args
+def recordings() -> dict[str, Recording]:
+    model = tiny_model()
+    return {kind: record(model, Ids(), PROMPT, NEW, temperature=0.0, kv_cache=kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    folder, model = tmp_path_factory.mktemp("pages"), tiny_model()
-    for kind in KINDS:
-        made = page(record(model, Ids(), PROMPT, NEW, temperature=0.0, kv_cache=kind))
-        (folder / f"{kind.partition(':')[0]}.html").write_bytes(made.encode())
+def shown(tmp_path_factory: pytest.TempPathFactory, recordings: dict[str, Recording]) -> Iterator[Page]:
+    folder = tmp_path_factory.mktemp("pages")
+    for kind, recording in recordings.items():
+        (folder / f"{kind.partition(':')[0]}.html").write_bytes(page(recording).encode())
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for flag in [*FLAGS.split(), f"user-data-dir={folder / 'profile'}"]:
@@ -142,26 +140,17 @@ def test_it_plays_to_the_end_and_pauses(shown: Page) -> None:
     assert shown.step == NEW
 
 
-def test_counters_read_back_are_those_of_the_costs(shown: Page, args: ModelArgs) -> None:
+def test_counters_read_back_are_those_of_the_recording(shown: Page, recordings: dict[str, Recording]) -> None:
     wasted = 0
     shown.open()
-    sizes: Any = {"input_len": len(PROMPT), "output_len": NEW}
-    each = zip(forwards(**sizes, kv_caching=True), forwards(**sizes, kv_caching=False), strict=True)
-    for step, ((start, fed), (_, fed_off)) in enumerate(each, 1):
+    for step, moment in enumerate(recordings["static"].moments, 1):
         shown.run(f"location.hash = 'step={step}'")
         WebDriverWait(shown.driver, 20, 0.01).until(lambda _, step=step: shown.step == step)
-        held = cache_bytes(args, rows=1, length=len(PROMPT) + NEW, itemsize=8)
-        untied = args.dim * 8  # an untied embedding: only the vectors of the fed tokens are read
-        read = [
-            step_bytes(args, rows=1, context=context, itemsize=8) + (tokens - 1) * untied
-            for context, tokens in ((start, fed), (0, fed_off))
-        ]
-        flops = [forward_flops(args, seqlen=fed, start_pos=start), forward_flops(args, seqlen=fed_off)]
-        wanted = [[fed, fed_off], flops, read, [held, 0]]
+        works = [moment.on, moment.off]
+        wanted = [[getattr(work, name) for work in works] for name in ("fed", "flops", "bytes_read", "bytes_held")]
         assert [[figure(shown, place, side) for side in ("on", "off")] for place in range(4)] == wanted
-        wasted += fed_off - fed
+        wasted += moment.off.fed - moment.on.fed
         assert shown.text("#tally-off").split()[0] == str(wasted)
-    assert wasted == token_forwards(**sizes, kv_caching=False) - token_forwards(**sizes, kv_caching=True)
 
 
 def figure(shown: Page, place: int, side: str) -> int:
