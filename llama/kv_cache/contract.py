@@ -234,8 +234,9 @@ class KVCache:
         return None
 
     def sizes(self, rows: int, length: int, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return every buffer's shape and dtype by name, for keys like `like`, (..., n_kv_heads, head_dim)."""
-        return dict.fromkeys(("keys", "values"), ((rows, length, *like.shape[2:]), like.dtype))
+        """Return every buffer's shape and dtype by name, for keys in the dtype of `like`."""
+        shape = (rows, length, self.args.n_kv_heads, self.args.head_dim)
+        return dict.fromkeys(("keys", "values"), (shape, like.dtype))
 
     # ---- for kinds to call -------------------------------------------------------------------------------------------
 
