@@ -115,7 +115,7 @@ def _figures(stored: dict[str, Any]) -> Figures:
 def group_table(group: Sequence[CertificateRun]) -> str:
     """Return the measures of a group, one a line."""
     total, config = add_up([run.figures for run in group]), group[0].config
-    mode = "exact mode" if config["exact"] else "fast mode"
+    mode = "exact mode" if config["exact"] else "default mode"
     commits = ", ".join(dict.fromkeys(str(run.environment["commit"])[:7] for run in group))
     cpu, build, threads = (group[0].environment[key] for key in _MACHINE_KEYS)
     title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"

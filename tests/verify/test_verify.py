@@ -201,9 +201,9 @@ def test_runs_that_may_not_be_added_up_are_shown_apart(command: Command) -> None
     write_runs(command.file, [*runs, made_up_run(config={"kv_cache": "concat"})])
     _, printed = command("--runs=0")
     assert printed.count("certified: ") == 3
-    assert "x in bf16 on x, KV cache x, fast mode; runs: 1" in printed
-    assert "x in x on x, KV cache x, fast mode; runs: 2" in printed
-    assert "x in x on x, KV cache concat, fast mode; runs: 1" in printed
+    assert "x in bf16 on x, KV cache x, default mode; runs: 1" in printed
+    assert "x in x on x, KV cache x, default mode; runs: 2" in printed
+    assert "x in x on x, KV cache concat, default mode; runs: 1" in printed
 
 
 def test_a_bug_is_code_1_and_the_verdict_names_it(command: Command) -> None:
