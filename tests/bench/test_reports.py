@@ -119,13 +119,13 @@ def test_a_cell_begins_with_the_lines_that_its_users_know() -> None:
 
 def test_a_cell_shows_mode_spread_count_ledger_and_validity() -> None:
     text = cell_text(table_report([{"batch_size": 8}]), 0)
-    assert "KV cache: on (static), 101.25 MB" in text
-    assert re.search(r"Time per output token: [\d.]+ ms \(p10 [\d.]+, p90 [\d.]+, n = 93\)", text)
-    assert re.search(r"Prefill: [\d.]+ tokens/s \(batch size x input length / median time to first token\)", text)
-    assert re.search(r"Peak resident memory of the process: [\d.]+ MB", text)
-    assert re.search(r"^  weights +513\.13 +513\.13 +0\.00 +yes$", text, re.MULTILINE)
-    assert "  ok            no overflow: 287 positions fed" in text
-    assert "  not observed  statistics reset: " in text
+    assert "KV cache: on (static)\n" in text
+    assert re.search(r"^time per output token, ms: [\d.]+ \([\d.]+-[\d.]+\)$", text, re.MULTILINE)
+    assert "KV cache, MB: 101.25\n" in text
+    assert "n: 3 (93 steps); in brackets: p10 and p90\n" in text
+    assert "| weights | 513.13 | 513.13 | 0.00 | yes |" in text
+    assert "- ok: no overflow: 287 positions fed" in text
+    assert "- not observed: statistics reset: " in text
 
 
 def test_a_share_of_a_ceiling_is_named_if_it_is_the_cells_own_best() -> None:
@@ -194,7 +194,7 @@ def test_predicted_cells_are_marked_in_table_sentences_csv_and_pictures() -> Non
 def test_a_violated_check_shows_everywhere() -> None:
     report = table_report([{"batch_size": 8}])
     report["rows"].append(check(0, "same tokens", VIOLATION, "violated"))
-    assert f"  VIOLATED      same tokens: {VIOLATION}" in cell_text(report, 0)
+    assert f"- VIOLATED: same tokens: {VIOLATION}" in cell_text(report, 0)
     assert f"**VIOLATED** batch 8, cache on: same tokens: {VIOLATION}" in report_markdown(report)
     shown = report_page(report)
     assert shown.index("VIOLATED") < shown.index(html.escape(READING[0]))
@@ -206,9 +206,9 @@ def test_what_was_not_measured_is_never_a_zero() -> None:
     text = cell_text(report, 0)
     assert "Model weights memory usage: not measured" in text
     assert "Peak memory usage: not measured" in text
-    assert "KV cache: on (its own), bytes not observed" in text
-    assert "Time per output token: not measured" in text
-    assert "Decode: not measured" in text
+    assert "KV cache: on (its own)" in text
+    assert "KV cache, MB: not observed" in text
+    assert "time per output token, ms: not measured" in text
     assert "Memory ledger: not measured" in text
     assert not re.search(r"\b0\.00? (MB|ms)", text)
     (row,) = rows_of(table_markdown(report), "Every cell")
@@ -226,7 +226,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     assert died[3:] == ["died", *["not measured"] * 6, "not observed", "not measured", "0"]
     for shown in (table_markdown(report), report_markdown(report), report_page(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
-    assert "This cell: died: its process was killed" in cell_text(report, 1)
+    assert "- died: its process was killed" in cell_text(report, 1)
     assert "times faster" not in table_markdown(report)
     assert [row["error"] for row in csv_rows(report)] == [cell_row(report, 1)["error"], ""]
 
@@ -705,7 +705,7 @@ def test_texts_of_others_stay_texts() -> None:
         assert "<img src=http" not in shown
     died = [row for row in rows_of(report_markdown(report), "Every cell") if row[3] == "died"]
     assert len(died[0]) == 13
-    assert "\x1b" not in cell_text(report, 0).partition("Notes")[0]
+    assert "\x1b" not in cell_text(report, 0).partition("**Notes**")[0]
 
 
 def rows_with_parts(**parts: float) -> Report:
@@ -731,7 +731,7 @@ def rows_with_parts(**parts: float) -> Report:
 )
 def test_the_largest_part_of_the_peak_is_named(parts: dict[str, float], words: str) -> None:
     report = rows_with_parts(**parts)
-    assert f"  {words}." in cell_text(report, 0).splitlines()
+    assert f"- {words}." in cell_text(report, 0).splitlines()
     assert f"- Highest peak, batch 1, cache on: {words}" in table_markdown(report).splitlines()
 
 

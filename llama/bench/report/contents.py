@@ -82,13 +82,21 @@ def report_sections(report: Report) -> list[Section]:
     return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 
 
-def _details(view: CellView) -> Table:
-    """Return the ledger of a cell with all else that is known of it as notes."""
+def cell_table(view: CellView) -> Table:
+    """Return the memory ledger of a cell, with its work below, or why it has none."""
     ledger = ledger_table(view) or Table("", notes=[f"Memory ledger: {NOT_MEASURED}"])
-    checks = [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
-    text = [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
-    notes = [ledger.title, *ledger.notes, *work_lines(view), *checks, *view.row.get("notes", []), *text]
-    return replace(ledger, title=view.label, notes=notes if view.row.get("seconds") else [view.fate])
+    known = [ledger.title, *ledger.notes, *work_lines(view)] if view.row.get("seconds") else [view.fate]
+    return replace(ledger, title=view.label, notes=known)
+
+
+def check_lines(view: CellView) -> list[str]:
+    """Return the checks of a cell, a line each."""
+    return [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
+
+
+def _details(view: CellView) -> Table:
+    shown, text = cell_table(view), [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
+    return replace(shown, notes=[*shown.notes, *check_lines(view), *view.row.get("notes", []), *text])
 
 
 def title(report: Report) -> str:

@@ -59,7 +59,7 @@ def cell_tables(report: Report) -> list[Table]:
     for one, cell in zip(views, cells, strict=True):
         share = agreed.get(rounding_of(cell))
         rounded = NOT_MEASURED if share is None else f"{share:.2%}"
-        own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": _count(one)}
+        own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": repetitions(one)}
         row = {**cell, **one.row, **own, "threads": report["environment"].get("threads")}
         rows.append(row if row.get("seconds") else {**row, "seconds": one.fate.partition(":")[0]})
     notes = [f"{one.label} {one.fate}" for one in views if one.row.get("error")]
@@ -73,7 +73,8 @@ def cell_tables(report: Report) -> list[Table]:
     return [view("Every cell", names, rows, notes), saves, _engines_table(report)]
 
 
-def _count(one: CellView) -> str:
+def repetitions(one: CellView) -> str:
+    """Return the number of repetitions of a cell and of the steps in all of them."""
     if one.is_predicted:
         return "predicted"
     later = sum(map(len, one.row.get("step_seconds", [])))

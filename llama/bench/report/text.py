@@ -6,91 +6,59 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama.bench.report.cells import CellView, cell_views
-from llama.bench.report.columns import NOT_MEASURED, NOT_OBSERVED, Table, column
-from llama.bench.report.contents import NOISY, alarms, byline, deaths, is_noisy, report_sections, title
+from llama.bench.report.columns import Column, Table, column, written
+from llama.bench.report.contents import (
+    NOISY,
+    alarms,
+    byline,
+    cell_table,
+    check_lines,
+    deaths,
+    is_noisy,
+    report_sections,
+    title,
+)
 from llama.bench.report.derived import fits, growth
-from llama.bench.report.tables import check_mark, check_words, ledger_table, on_or_off, result_tables, work_lines
+from llama.bench.report.tables import CELL_COLUMNS, on_or_off, repetitions, result_tables
 from llama.bench.schema import KEYS, REPEATED, Report
-from llama.bench.statistics import Spread, spread
+from llama.bench.statistics import spread
 from llama.costs import MB, table
 
 
 def cell_text(report: Report, index: int) -> str:
-    """Return one cell for the terminal: what was asked for and measured, memory, work and validity."""
+    """Return one cell for the terminal: what was asked for and measured, its text, and its part of the report."""
     view = cell_views(report)[index]
-    cell, row, ledger = view.cell, view.row, ledger_table(view)
-    first = [
-        f"Batch size: {cell.batch_size}",
-        f"Input length: {cell.input_len} tokens",
-        f"Output length: {cell.output_len} tokens",
-    ]
-    blocks = [first]
-    if any(check["status"] == "noisy" for check in view.checks):
-        first.insert(0, NOISY)
+    cell, row = view.cell, view.row
+    lines = [NOISY] if any(check["status"] == "noisy" for check in view.checks) else []
+    lines += [f"Batch size: {cell.batch_size}", f"Input length: {cell.input_len} tokens"]
+    lines.append(f"Output length: {cell.output_len} tokens")
     if row.get("seconds"):
-        first += [
-            f"Inference time: {view.median('seconds'):.2f} seconds",
-            f"Tokens per second: {row['tokens_per_second']:.2f}",
-            f"Model weights memory usage: {_megabytes(row.get('weights_bytes'))}",
-            f"Peak memory usage: {_megabytes(view.median('tensor_peak_bytes'))}",
-        ]
         # The text of the first row; control characters that could steer a terminal are shown as escapes.
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
-        blocks += [["=== Sample Output ===", text], _more_figures(view, report["environment"].get("threads"))]
-        blocks += [_aligned(ledger) if ledger else [f"Memory ledger: {NOT_MEASURED}"], work_lines(view)]
-    else:
-        first.append(f"This cell: {view.fate}")
-    checks = [f"  {check_mark(check):<{len(NOT_OBSERVED)}}  {check_words(check)}" for check in view.checks]
-    blocks += [["Validity", *checks]] if checks else []
-    notes = row.get("notes", [])
-    blocks += [["Notes", *(f"  {note}" for note in notes)]] if notes else []
-    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+        in_megabytes = Column("", scale=1 / MB, form=".2f", unit=" MB").write
+        lines += [
+            f"Inference time: {view.median('seconds'):.2f} seconds",
+            f"Tokens per second: {row['tokens_per_second']:.2f}",
+            f"Model weights memory usage: {in_megabytes(row.get('weights_bytes'))}",
+            f"Peak memory usage: {in_megabytes(view.median('tensor_peak_bytes'))}",
+            *("", "=== Sample Output ===", text, ""),
+            *_figures(view, report["environment"].get("threads")),
+        ]
+    below = [cell_table(view), Table("Validity", notes=check_lines(view)), Table("Notes", notes=row.get("notes", []))]
+    return "\n".join([*lines, "", *(markdown(table) for table in below if table)])
 
 
-def _megabytes(nbytes: float | None, missing: str = NOT_MEASURED) -> str:
-    return missing if nbytes is None else f"{nbytes / MB:.2f} MB"
-
-
-def _more_figures(view: CellView, threads: int | None) -> list[str]:
-    cell, row, count = view.cell, view.row, len(view.row["seconds"])
+def _figures(view: CellView, threads: int | None) -> list[str]:
+    """Return what ran, and all figures of a cell, written as in the tables."""
+    cell = view.cell
     kind = cell.kv_cache if view.is_ours else "its own"
-    kind = f"on ({kind})" if cell.kv_caching else "off"
+    computed = f", threads: {threads}" if threads and cell.device == "cpu" else ""
     return [
-        "Peak memory: the bytes in tensors",
-        f"Peak resident memory of the process: {_megabytes(view.median('resident_peak_bytes'))}",
-        f"KV cache: {kind}, {_megabytes(row.get('cache_bytes'), 'bytes ' + NOT_OBSERVED)}",
-        f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}"
-        + (f", threads: {threads}" if threads and cell.device == "cpu" else ""),
-        f"Repetitions: {count} ({'times are medians' if count > 1 else 'a single one: no spread'})",
-        f"Inference time: {_timed(spread(row, 'seconds'), 1, 2, 'seconds')}",
-        f"Time to first token: {_timed(spread(row, 'first_token_seconds'), 1, 3, 'seconds')}",
-        f"Time per output token: {_timed(spread(row, 'step_seconds'), 1e3, 2, 'ms')}",
-        f"Prefill: {column('prefill_tokens_per_second').write(row.get('prefill_tokens_per_second'))} tokens/s "
-        "(batch size x input length / median time to first token)",
-        f"Decode: {column('decode_tokens_per_second').write(row.get('decode_tokens_per_second'))} tokens/s "
-        "(batch size x (output length - 1) / median time after the first token)",
+        f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
+        f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{computed}",
+        *(f"{column(name).head}: {written(view.row, name)}" for name in CELL_COLUMNS if name != "n"),
+        f"n: {repetitions(view)}; in brackets: p10 and p90",
     ]
-
-
-def _timed(figure: Spread | None, scale: float, digits: int, unit: str) -> str:
-    if figure is None:
-        return NOT_MEASURED
-    middle, low, high = (f"{value * scale:.{digits}f}" for value in (figure["median"], figure["p10"], figure["p90"]))
-    between = f"p10 {low}, p90 {high}, " if figure["n"] > 1 else ""
-    return f"{middle} {unit} ({between}n = {figure['n']})"
-
-
-def _aligned(shown: Table) -> list[str]:
-    lines = [shown.heads, *shown.rows]
-    widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
-    rows = [
-        "  "
-        + "  ".join(
-            f"{text:{'<' if i == 0 else '>'}{width}}" for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    ]
-    return [shown.title, *(row.rstrip() for row in rows), *(f"  {note}" for note in shown.notes)]
 
 
 def table_markdown(report: Report) -> str:
