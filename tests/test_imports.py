@@ -89,7 +89,7 @@ MAY_IMPORT = {
     "llama/verify/__main__.py": ("__main__", ""),
     "llama/verify/verdict.py": ("cli.console host verify", ""),
     "llama/verify/": ("batch model request session sessions streaming verify", "torch"),
-    "llama/watch/": (f"{CORE} cli costs host quant untrusted.words watch", "torch"),
+    "llama/watch/": (f"{CORE} cli.palette costs host quant untrusted.words watch", "torch"),
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/gpu/": (f"{CORE} bench costs exact fast host quant", "torch"),
     "llama/bench/run/directory.py": ("bench", ""),

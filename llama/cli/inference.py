@@ -206,10 +206,16 @@ def write_watch_page(
     **writing: Any,
 ) -> str:
     """Write the page of the first prompt's text; return one line about it."""
-    from llama.watch.write import write_page
+    from llama.cli.progress import progress_bar
+    from llama.host.files import replace_file
+    from llama.watch.page import page
+    from llama.watch.record import record
 
-    name = checkpoint.absolute().name  # "." has no name of its own
-    line = write_page(path, model, tokenizer, prompts[0], name=name, **writing)
+    with progress_bar("recording", unit="step") as bar:
+        recording = record(model, tokenizer, prompts[0], progress=bar.update, **writing)
+    content = page(recording, model=checkpoint.absolute().name).encode()  # "." has no name of its own
+    replace_file(path, content)
+    line = f"{path}: {len(recording.moments)} steps, {len(content) / 1024:,.0f} kB; open it in a browser"
     return line if len(prompts) == 1 else f"{line}; it shows the first of {len(prompts)} prompts"
 
 

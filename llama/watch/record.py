@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -151,10 +152,10 @@ def record(
     on, off = run(plain, kv_caching=True), run(plain, kv_caching=False)
     others = load.stop()
     layout = _layout(empty.layers[0], model.dtype.itemsize, seen[0].reserved)
-    work = _costs(plain, layout)
     busy = _busy(others, off.began[-1] - on.began[0])
     notes = [*_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
-    steps = zip(seen, on.works(work, seen), off.works(work), strict=False)  # the shortest, if the runs differ
+    works = on.works(plain, layout, seen), off.works(plain, layout, [_Seen()] * len(off.steps))
+    steps = zip(seen, *works, strict=False)  # the shortest, if the runs differ
     return Recording(
         args=model.args,
         layout=layout,
@@ -217,48 +218,36 @@ class _Seen:
     reserved: int = 0
 
 
-def _costs(model: Transformer, layout: CacheLayout) -> Callable[..., StepWork]:
-    """Return a function that computes the costs of a step from the model's sizes."""
-    args, itemsize = model.args, model.dtype.itemsize
-    matrices = None
-    if model.execution.weights is not None:
-        weights = weights_of(model).items()
-        matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
-
-    def work(start: int, fed: int, *, cached: int, bytes_held: int, ms: float) -> StepWork:
-        """Return the costs of feeding `fed` tokens; the newest one reads `cached` positions, its own included."""
-        before = max(cached - fed, 0)
-        flops = forward_flops(args, seqlen=fed, start_pos=before)
-        read = step_bytes(args, rows=fed, context=0, itemsize=itemsize, quantize=matrices)
-        read += args.n_layers * sum(map(math.prod, layout.parts(before)))
-        return StepWork(start, fed, flops, read, bytes_held, ms)
-
-    return work
-
-
 @dataclass
 class _Run:
-    """The (start, end) of each step of a generation, its time, and the bytes of its cache; called as `on_step`."""
+    """The (start, end) of each step of a generation, and when it began; called as `on_step`."""
 
     progress: Callable[[], None]
     steps: list[tuple[int, int]] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
     def __call__(self, step: Step) -> None:
         self.steps.append((step.prev_pos[0], step.cur_pos[0]))
-        self.held.append(0 if step.cache is None else step.cache.nbytes)
         self.progress()
         self.began.append(time.perf_counter())
 
-    def works(self, work: Callable[..., StepWork], seen: Sequence[_Seen] | None = None) -> Iterator[StepWork]:
-        """Yield the work of every step; `seen` is the recorded run, given if the cache was on."""
-        for number, ((start, end), held) in enumerate(zip(self.steps, self.held, strict=True)):
-            ms = (self.began[number + 1] - self.began[number]) * 1000
-            cached = 0 if seen is None else max(map(len, seen[number].positions))
-            held = held if seen is None else seen[number].bytes_held
-            yield work(start, end - start, cached=cached, bytes_held=held, ms=ms)
+    def works(self, model: Transformer, layout: CacheLayout, seen: Sequence[_Seen]) -> Iterator[StepWork]:
+        """Yield the costs of every step; `seen` is what the newest token reads, its own position included.
+
+        Stops with the shorter of the two: a run that draws other tokens may have fewer steps.
+        """
+        args, itemsize, matrices = model.args, model.dtype.itemsize, None
+        if model.execution.weights is not None:
+            weights = weights_of(model).items()
+            matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
+        times = [1000 * (end - begin) for begin, end in pairwise(self.began)]
+        for (start, end), ms, one in zip(self.steps, times, seen, strict=False):
+            fed = end - start
+            before = max(max(map(len, one.positions), default=0) - fed, 0)
+            read = step_bytes(args, rows=fed, context=0, itemsize=itemsize, quantize=matrices)
+            read += args.n_layers * sum(map(math.prod, layout.parts(before)))
+            yield StepWork(start, fed, forward_flops(args, seqlen=fed, start_pos=before), read, one.bytes_held, ms)
 
 
 # ---- recording attention ---------------------------------------------------------------------------------------------
