@@ -220,7 +220,7 @@ class Run:
                 comparison = compare_modes(report, on, off)
                 merge(report, [comparison])
                 for place in (on, off):
-                    add_note(report, place, comparison_words(comparison))
+                    add_note(report, place, f"cache on and off: {comparison_words(comparison)}")
         compare_engines(report)
         compare_turns(report)
 

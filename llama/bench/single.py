@@ -62,8 +62,8 @@ def measure_cell(
             merge(report, [compare_modes(report, on, off)])
             # A check that the other mode violates is violated here too.
             merge(report, rows_of(report, "check", 1), 0)
-        words = comparison_words(rows_of(report, "comparison")[0]) if compare else "cache on and off: not compared"
-        add_note(report, 0, words)
+        words = comparison_words(rows_of(report, "comparison")[0]) if compare else "not compared"
+        add_note(report, 0, f"cache on and off: {words}")
     except JobDied as death:
         cell_row(report, 0)["error"] = f"died: {death}"
     with_rates(report)

@@ -167,7 +167,7 @@ def compared(base: Cell, *, kv_caching: bool) -> None:
     checks = rows_of(report, "check", 0)
     assert all(row["status"] == "ok" for row in checks if row["name"] != "other work"), checks
     assert "n = 1, too few to judge by" in checks[-1]["detail"]
-    assert cell_row(report, 0)["notes"][-1] == "cache on and off made the same 8 tokens"
+    assert cell_row(report, 0)["notes"][-1] == "cache on and off: the same 8 tokens"
     assert [cell["kv_caching"] for cell in report["cells"]] == [kv_caching, not kv_caching]
     assert "bound_by" in cell_row(report, 0)
 

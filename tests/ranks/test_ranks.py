@@ -185,7 +185,7 @@ def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) ->
     assert report["rows"][0]["weights_bytes"] == parameters(open_checkpoint(folder / "wide").args.share(2)) * 4
     (peak,) = [row for row in report["rows"] if row["figures"] == "memory" and row["name"] == "peak"]
     assert peak["measured_bytes"] == pytest.approx(peak["predicted_bytes"], rel=0.05)
-    assert "made the same 8 tokens" in printed
+    assert "the same 8 tokens" in printed
 
 
 def sh(command: str) -> None:

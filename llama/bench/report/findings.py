@@ -6,8 +6,8 @@ from typing import Any
 from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
 from llama.bench.report.derived import crossovers, growth, saved
-from llama.bench.report.tables import kind_rows, ways_of
-from llama.bench.schema import Report, Row, cell_row, rows_of
+from llama.bench.report.tables import comparison_words, kind_rows, ways_of
+from llama.bench.schema import Report, cell_row, rows_of
 from llama.bench.statistics import median_of
 from llama.costs import MB
 
@@ -73,22 +73,10 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
         logits = off.line("logits") if on.cell.logits == "all" else None
         if logits is not None:
             parts[-1] += f" (without it {megabytes(logits['predicted_bytes'])} MB are logits of all positions)"
-    parts += [_tokens(found) for found in rows_of(report, "comparison", on.index)]
+    parts += [comparison_words(found) for found in rows_of(report, "comparison", on.index)]
     times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
     path = f" ({on.path})" if on.is_fast else ""
     return f"Batch {row['batch_size']} with the KV cache{path}: {', '.join(parts)} ({times})."
-
-
-def _tokens(found: Row) -> str:
-    token, margin = found.get("divergence_token"), found.get("margin")
-    if found["equal"]:
-        return f"the same {found['tokens']} tokens"
-    near = "" if margin is None else f", where the two largest logits are {margin:.2g} apart"
-    return (
-        "other tokens"
-        if token is None
-        else f"other tokens from token {token} of row {found['divergence_row']} on{near}"
-    )
 
 
 def in_seconds(seconds: float) -> str:

@@ -5,26 +5,17 @@ Read from the memory ledger alone. MB is 2^20 bytes.
 
 from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import megabytes
-from llama.bench.schema import Report
+from llama.bench.schema import Report, Row
 
 BEYOND_LEDGER = "beyond the ledger"
-PARTS = (
-    "weights",
-    "KV cache",
-    "logits",
-    "activations",
-    "workspace",
-    BEYOND_LEDGER,
-)  # in the order in which they are stacked
+PARTS = ("weights", "KV cache", "logits", "activations", "workspace", BEYOND_LEDGER)  # as they are stacked
 
 
 def peak_parts(view: CellView) -> dict[str, int]:
     """Return the bytes of each part that is there at the peak, measured if they were."""
     parts = dict.fromkeys(PARTS, 0)
-    for line in view.memory:
-        if line.get("counts"):
-            measured = line.get("measured_bytes")
-            parts[_part(line["name"])] += line["predicted_bytes"] if measured is None else measured
+    for line in (line for line in view.memory if line.get("counts")):
+        parts[_part(line["name"])] += _stored(line)
     parts[BEYOND_LEDGER] += max(0, peak_bytes(view) - sum(parts.values()))
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
@@ -40,8 +31,12 @@ def peak_bytes(view: CellView) -> int:
     """Return the most bytes in tensors: measured, or predicted if the system does not report them."""
     peak = view.line("peak")
     assert peak is not None
-    measured: int | None = peak.get("measured_bytes")
-    return int(peak["predicted_bytes"]) if measured is None else measured
+    return _stored(peak)
+
+
+def _stored(line: Row) -> int:
+    measured: int | None = line.get("measured_bytes")
+    return int(line["predicted_bytes"]) if measured is None else measured
 
 
 def is_peak_predicted(view: CellView) -> bool:

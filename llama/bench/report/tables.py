@@ -293,12 +293,13 @@ def on_or_off(kv_caching: bool) -> str:
 
 
 def comparison_words(row: Row) -> str:
-    """Return whether the tokens with the cache are those without, or where they diverge, in a sentence."""
+    """Return whether the tokens with the cache are those without, or where they diverge."""
+    if row["equal"]:
+        return f"the same {row['tokens']} tokens"
     if row.get("divergence_token") is None:
-        made = "made" if row["equal"] else "did not make"
-        return f"cache on and off {made} the same {row['tokens']} tokens"
+        return "other tokens"
     words = (
-        f"cache on and off diverge at token {row['divergence_token']} of row {row['divergence_row']} "
+        f"other tokens from token {row['divergence_token']} of row {row['divergence_row']} on "
         f"({row['cached_id']} with it, {row['uncached_id']} without)"
     )
     margin = row.get("margin")
