@@ -10,7 +10,7 @@ from importlib import resources
 
 from llama.bench.report.columns import Table
 from llama.bench.report.contents import alarms, byline, deaths, report_sections, title
-from llama.bench.report.plots import PictureLook, as_svg, figures, heading, small_words
+from llama.bench.report.plots import PictureLook, as_svg, figures, heading
 from llama.bench.schema import Report
 from llama.cli import palette
 
@@ -60,19 +60,13 @@ def _folded(table: Table) -> str:
 
 
 def _pictures(report: Report) -> dict[str, str]:
-    """Return every picture with its heading, drawn wide and narrow; the style sheet shows one of the two."""
-    looks = {name: figures(report, PictureLook(narrow=name == "narrow", headed=False)) for name in ("wide", "narrow")}
-    return {
-        name: _figure(heading(figure), small_words(figure),
-                      {kind: as_svg(drawn[name], salt=f"{name} {kind}") for kind, drawn in looks.items()})
-        for name, figure in looks["wide"].items()
-    }  # fmt: skip
-
-
-def _figure(finding: str, small: str, drawn: dict[str, str]) -> str:
-    named = f'role="img" aria-label="{escape(finding)}"'
-    svgs = "\n".join(svg.replace("<svg", f'<svg class="{kind}" {named}', 1) for kind, svg in drawn.items())
-    return f"<figure>\n<figcaption>{escape(finding)}<small>{escape(small)}</small></figcaption>\n{svgs}\n</figure>"
+    """Return every picture, drawn wide and narrow; the style sheet shows one of the two."""
+    drawn: dict[str, list[str]] = {}
+    for kind in ("wide", "narrow"):
+        for name, figure in figures(report, PictureLook(narrow=kind == "narrow")).items():
+            named = f'<svg class="{kind}" role="img" aria-label="{escape(heading(figure))}"'
+            drawn.setdefault(name, []).append(as_svg(figure, salt=f"{kind} {name}").replace("<svg", named, 1))
+    return {name: "\n".join(["<figure>", *svgs, "</figure>"]) for name, svgs in drawn.items()}
 
 
 def _table(table: Table) -> str:

@@ -5,10 +5,10 @@ from matplotlib.figure import Figure
 
 from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.plots import pictures
-from llama.bench.report.plots.canvas import PictureLook, as_png, as_svg, heading, laid_out, mark_noisy, small_words
+from llama.bench.report.plots.canvas import PictureLook, as_png, as_svg, heading, laid_out, mark_noisy
 from llama.bench.schema import Report
 
-__all__ = ["PictureLook", "as_png", "as_svg", "figures", "heading", "small_words"]
+__all__ = ["PictureLook", "as_png", "as_svg", "figures", "heading"]
 
 _WIDE = PictureLook()
 _PAINTERS = {

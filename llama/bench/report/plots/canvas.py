@@ -31,10 +31,9 @@ _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": PAPER.light, "edgecolor": "
 
 @dataclass(frozen=True)
 class PictureLook:
-    """The page of a picture: wide, or a telephone's; `headed`: with its heading inside, for a file of its own."""
+    """The page of a picture: wide, or a telephone's."""
 
     narrow: bool = False
-    headed: bool = True
 
     @property
     def width(self) -> float:
@@ -80,12 +79,12 @@ def new_figure(
     heads, words = _balanced(heading, 30 if look.narrow else 74), textwrap.wrap(below, 46 if look.narrow else 112)
     columns = 1 if look.narrow else min(len(heights), 3)
     rows = [max(heights[place : place + columns]) for place in range(0, len(heights), columns)]
-    head = 0.3 + 0.25 * len(heads) + 0.17 * len(words) if look.headed else 0.05  # inches
+    head = 0.3 + 0.25 * len(heads) + 0.17 * len(words)  # inches
     tall = head + 0.23 * legend + sum(rows)
     figure = Figure(figsize=(look.width, tall), facecolor=PAPER.light)
     under = (head + 0.23 * legend) / tall
     figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 0.99 - under), w_pad=0.06, h_pad=0.06)
-    top: dict[str, Any] = {"va": "top", "x": 0.09 / look.width, "visible": look.headed}
+    top: dict[str, Any] = {"va": "top", "x": 0.09 / look.width}
     figure.text(s="\n".join(heads), y=1 - 0.1 / tall, fontsize=14, weight="bold", linespacing=1.2, **top)
     figure.text(s="\n".join(words), y=1 - (0.16 + 0.25 * len(heads)) / tall, color=FAINT.light, fontsize=10, **top)
     axes = list(figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows, **grid).flat)
@@ -105,11 +104,6 @@ def _balanced(words: str, width: int) -> list[str]:
 def heading(figure: Figure) -> str:
     """Return the heading of a picture."""
     return " ".join(figure.texts[0].get_text().split())
-
-
-def small_words(figure: Figure) -> str:
-    """Return the small words under the heading."""
-    return " ".join(figure.texts[1].get_text().split())
 
 
 def mark_noisy(figure: Figure, look: PictureLook, words: str) -> None:
