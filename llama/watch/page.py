@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import math
+import operator
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -20,7 +21,9 @@ from llama.untrusted.words import printable
 from llama.watch.record import Moment, Recording, StepWork
 
 MOST_ATTENTION = 1_200_000  # bytes of attention weights; the page says what is left out
-COUNTERS = ("tokens fed", "FLOPs", "bytes read", "bytes held", "time")
+COUNTERS = {  # and the fields of a StepWork
+    "tokens fed": "fed", "FLOPs": "flops", "bytes read": "bytes_read", "bytes held": "bytes_held", "time": "ms",
+}  # fmt: skip
 
 
 def page(recording: Recording, *, model: str = "a Llama model") -> str:
@@ -66,7 +69,7 @@ def sentence(number: int, moment: Moment) -> str:
             f"Step {number}: {_counted(on.fed)} fed, the whole prompt. The cache is empty, so both modes compute all "
             "of it. The cache stores the result, which is not computed again."
         )
-    read = max(map(len, moment.seen)) - on.fed
+    read = moment.cached - on.fed
     return (
         f"Step {number}: {_counted(on.fed)} fed, {_counted(read, 'position')} read from the cache. Without it: "
         f"{_counted(off.fed)} computed, {off.fed - on.fed} of them again."
@@ -122,11 +125,6 @@ def _counted(count: int, what: str = "token") -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _values(work: StepWork) -> list[float]:
-    """Return the values of the COUNTERS."""
-    return [work.fed, work.flops, work.bytes_read, work.bytes_held, work.ms]
-
-
 def amount(counter: int, value: float) -> str:
     """Return a value of one of the COUNTERS as short text: "270 M", "513.1 MB" (MB is 2^20 bytes), "26.1 ms"."""
     if counter == 0:
@@ -151,7 +149,9 @@ def _json(recording: Recording) -> str:
 
 def _data(recording: Recording) -> dict[str, Any]:
     layers, first = kept_attention(recording)
-    sums = [list(accumulate(map(_values, side), _added)) for side in _sides(recording)]
+    values = operator.attrgetter(*COUNTERS.values())
+    sides = [one.on for one in recording.moments], [one.off for one in recording.moments]
+    sums = [list(accumulate(map(values, side), _added)) for side in sides]
     return {
         "layers": recording.args.n_layers,
         "heads": recording.args.n_heads,
@@ -160,13 +160,16 @@ def _data(recording: Recording) -> dict[str, Any]:
         "layout": {name: getattr(recording.layout, name) for name in ("bits", "group", "block", "reserved")},
         "texts": [[printable(text) for text in texts] for texts in (recording.texts, recording.texts_off)],
         "attended": layers,
-        "counters": COUNTERS,
+        "counters": list(COUNTERS),
         "steps": [
             {
                 "words": sentence(number, moment),
                 "fed": [[moment.on.start, moment.on.fed], [moment.off.start, moment.off.fed]],
                 "seen": _ranges(moment.seen),
-                "counters": [_counters(recording, moment, side, sums[side][number - 1]) for side in (0, 1)],
+                "counters": [
+                    _counters(moment.on, sums[0][number - 1], formulas(recording, moment.on, moment.cached)),
+                    _counters(moment.off, sums[1][number - 1], formulas(recording, moment.off, 0)),
+                ],
                 "wasted": int(sums[1][number - 1][0] - sums[0][number - 1][0]),
                 "likely": [[printable(one.text), round(one.probability, 4), one.chosen] for one in moment.likely],
                 "attention": _packed(moment, layers) if number > first else None,
@@ -177,23 +180,16 @@ def _data(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _sides(recording: Recording) -> tuple[list[StepWork], list[StepWork]]:
-    return [moment.on for moment in recording.moments], [moment.off for moment in recording.moments]
-
-
 def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
     """Return the values so far: sums, except for the bytes held, whose value is the newest."""
     return [b if place == 3 else a + b for place, (a, b) in enumerate(zip(one, other, strict=True))]
 
 
-def _counters(recording: Recording, moment: Moment, side: int, so_far: Sequence[float]) -> list[list[Any]]:
+def _counters(work: StepWork, so_far: Sequence[float], words: Sequence[str]) -> list[list[Any]]:
     """Return for each counter (this step as text, so far as text, so far as a number, formula)."""
-    work = (moment.on, moment.off)[side]
-    cached = 0 if side else max(map(len, moment.seen))
-    words = formulas(recording, work, cached)
     return [
-        [amount(place, value), amount(place, total), round(total, 3), words[place]]
-        for place, (value, total) in enumerate(zip(_values(work), so_far, strict=True))
+        [amount(place, getattr(work, name)), amount(place, total), round(total, 3), formula]
+        for place, (name, total, formula) in enumerate(zip(COUNTERS.values(), so_far, words, strict=True))
     ]
 
 

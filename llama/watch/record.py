@@ -73,6 +73,11 @@ class Moment:
     attention: tuple[bytes, ...]
     likely: tuple[Candidate, ...]
 
+    @property
+    def cached(self) -> int:
+        """The most positions that the newest token attends to in a layer, its own included."""
+        return max(map(len, self.seen))
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -356,14 +361,11 @@ def _likely(tokenizer: TextCodec, seen: _Seen, ids: Sequence[int]) -> tuple[Cand
 def _differences(shown: _Run, on: _Run, off: _Run, *, lossless: bool) -> list[str]:
     """Return notes on the first tokens at which the runs differ."""
     rounding = "two tokens were nearly equally likely, and rounding decided"
-    lossy = "this kind of cache drops or rounds what it stores"
-    notes = []
-    if (token := _first_difference(shown.ids, on.ids)) is not None:
-        notes.append(f"From token {token} on the timed run with the cache made another text than the one shown.")
-    if (token := _first_difference(shown.ids, off.ids)) is not None:
-        why = rounding if lossless else lossy
-        notes.append(f"From token {token} on the run without the cache made another text: {why}.")
-    return notes
+    why = rounding if lossless else "this kind of cache drops or rounds what it stores"
+    runs = {"timed run with the cache made another text than the one shown": on,
+            f"run without the cache made another text: {why}": off}  # fmt: skip
+    first = {words: _first_difference(shown.ids, run.ids) for words, run in runs.items()}
+    return [f"From token {token} on the {words}." for words, token in first.items() if token is not None]
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
