@@ -17,6 +17,7 @@ from bench_reports import (
     CACHE_PER_TOKEN,
     READING,
     SQUARES,
+    bare_cell,
     caches_report,
     chat_report,
     check,
@@ -558,10 +559,7 @@ def test_a_conversation_is_shown_turn_by_turn_for_each_way() -> None:
 
 
 def test_an_unfinished_preset_has_no_empty_tables_or_pictures(report: Report) -> None:
-    bare: Any = {
-        **report,
-        "rows": [{"figures": "cell", "cell": i, "error": None, "notes": []} for i in range(len(report["cells"]))],
-    }
+    bare: Report = {**report, "rows": [bare_cell(index) for index in range(len(report["cells"]))]}
     assert figures(bare) == {}
     assert findings(bare) == []
     assert set(re.findall(r"^## (.*)$", report_markdown(bare), re.MULTILINE)) <= {

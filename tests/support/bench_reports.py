@@ -169,8 +169,8 @@ def caches_report(
     rows: list[Row] = []
     for i, kind in enumerate(kinds):
         share = shares.get(kind, 1.0)
-        rows.append({"figures": "cell", "cell": i, "error": None, "notes": [], "path": "plain", "saves": share < 1,
-                     "lossless": kind in ("static", "paged"), "quantized": kind in shares})  # fmt: skip
+        facts = {"saves": share < 1, "lossless": kind in ("static", "paged"), "quantized": kind in shares}
+        rows.append(bare_cell(i, path="plain", **facts))
         rows.append(check(i, "other work", "occupied 0.10 of 2 cores"))
         for context in (1024, 2048, 4096):
             stored = int(context * CACHE_PER_TOKEN * share)
@@ -205,15 +205,7 @@ def chat_report(**changed: Any) -> Report:
     rows: list[Row] = []
     for i, cell in enumerate(cells):
         peer = cell.engine != "llama"
-        rows.append(
-            {
-                "figures": "cell",
-                "cell": i,
-                "error": None,
-                "notes": [],
-                "path": "transformers 5.23.0" if peer else "plain",
-            }
-        )
+        rows.append(bare_cell(i, path="transformers 5.23.0" if peer else "plain"))
         rows.append(check(i, "what was fed is what the way asks for", "kept 1,683 tokens"))
         for way in (("kept", "rebuilt") if cell.kv_caching else ("off",)) if cell.batch_size == 1 else ():
             for turn in range(10):
@@ -233,11 +225,15 @@ def chat_report(**changed: Any) -> Report:
     return report_of("chat", cells, rows, plan=plan, **changed)
 
 
+def bare_cell(index: int, **figures: Any) -> Row:
+    """Return the row of a cell with nothing but these figures."""
+    return {"figures": "cell", "cell": index, "error": None, "notes": [], **figures}  # type: ignore[typeddict-item]
+
+
 def only_cell(report: Report, index: int, **figures: Any) -> Report:
     """Leave a cell its first row alone, with these figures."""
     rest = [row for row in report["rows"] if row["cell"] != index or row["figures"] == "step"]
-    bare: Any = {"figures": "cell", "cell": index, "error": None, "notes": [], **figures}
-    report["rows"] = [bare, *(row for row in rest if row.get("other_cell") != index)]
+    report["rows"] = [bare_cell(index, **figures), *(row for row in rest if row.get("other_cell") != index)]
     return report
 
 

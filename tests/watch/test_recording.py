@@ -16,7 +16,7 @@ from oracles import tiny_model, watched
 from threads import in_threads
 from torch import Tensor
 
-from llama.costs import cache_bytes, forward_flops, forwards, step_bytes, token_forwards
+from llama.costs import forward_flops, forwards, step_bytes
 from llama.kv_cache import Int8Cache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
@@ -79,7 +79,6 @@ def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
     moments, args, itemsize = recorded(model).moments, model.args, 8
     for kv_caching, works in ((True, [one.on for one in moments]), (False, [one.off for one in moments])):
         sizes: Any = {"input_len": len(PROMPT), "output_len": NEW, "kv_caching": kv_caching}
-        assert sum(work.fed for work in works) == token_forwards(**sizes)
         assert [(work.start, work.fed) for work in works] == forwards(**sizes)
         assert [work.flops for work in works] == [
             forward_flops(args, seqlen=seqlen, start_pos=start) for start, seqlen in forwards(**sizes)
@@ -90,9 +89,6 @@ def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
             for work in works
         ]
         assert all(work.ms > 0 for work in works)
-    held = cache_bytes(args, rows=1, length=len(PROMPT) + NEW, itemsize=itemsize)
-    assert {moment.on.bytes_held for moment in moments} == {held}
-    assert {moment.off.bytes_held for moment in moments} == {0}
 
 
 def test_quantised_weights_are_read_in_their_own_bytes() -> None:
