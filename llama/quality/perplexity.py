@@ -33,8 +33,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(mean_nll)."""
-        return _exp(self.mean_nll)
+        """Return exp(mean_nll), inf if that overflows."""
+        try:
+            return math.exp(self.mean_nll)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,14 @@ class Comparison:
     """How far predictions are from those of a reference, over the same positions of the same text.
 
     mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both have the same
-    most likely token.
+    most likely token. reference_nll, other_nll: the means of the negative log-likelihoods; perplexity is exp of one.
     """
 
     tokens: int
-    prompt_len: int
     mean_kl: float
     top1_agreement: float
     reference_nll: float
     other_nll: float
-
-    @property
-    def reference_perplexity(self) -> float:
-        return _exp(self.reference_nll)
-
-    @property
-    def other_perplexity(self) -> float:
-        return _exp(self.other_nll)
 
 
 def windows(length: int, *, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -115,32 +109,22 @@ def cached_perplexity(
     with progress_bar("scoring", total=len(ids) - prompt_len, unit="token") as bar:
         for begin in range(0, len(ids) - prompt_len, stride):
             window = ids[begin : begin + context]
-            with closing(expected(model, window, prompt_len=prompt_len)) as steps:
-                for logprobs, id in zip(steps, window[prompt_len:], strict=True):
-                    nll -= float(logprobs[id])
+            with closing(next_logits(model, window, prompt_len=prompt_len)) as steps:
+                for logits, id in zip(steps, window[prompt_len:], strict=True):
+                    nll -= float(_log_probabilities(logits)[id])
                     scored += 1
                     bar.update()
     return Score(scored, nll / scored, context, stride)
 
 
-def expected(
-    model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
-) -> Generator[Tensor, None, None]:
-    """Yield the predicted log-probabilities, (vocab,), of each position from `prompt_len` on, with teacher forcing.
-
-    The first `prompt_len` ids are fed in one pass, the others one by one, through `cache`, which must be empty; by
-    default a new one of the model's kind. float64 if the device has it: float32 would round away small differences
-    between two kinds of cache.
-    """
-    with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
-        for logits in steps:
-            yield log_probabilities(logits)
-
-
 def next_logits(
     model: Transformer, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN, cache: Cache | None = None
 ) -> Generator[Tensor, None, None]:
-    """Yield the logits, (vocab,), of the positions of `expected`."""
+    """Yield the logits, (vocab,), that predict each id from `prompt_len` on, with teacher forcing.
+
+    The first `prompt_len` ids are fed in one pass, the others one by one, through `cache`, which must be empty; by
+    default a new one of the model's kind.
+    """
     _check_prompt(len(ids), prompt_len=prompt_len)
     cache = model.new_cache(rows=1, length=len(ids) - 1) if cache is None else cache
     model.args.check_room(1, 0 if cache.bound else len(ids) - 1)  # before the first step, not at the limit
@@ -153,21 +137,24 @@ def next_logits(
         yield logits
 
 
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Return the log-softmax of logits, (vocab,), in float64 if the device has it."""
+def _log_probabilities(logits: Tensor) -> Tensor:
+    """Return the log-softmax of logits, (vocab,), in float64 if the device has it.
+
+    float32 would round away small differences between two kinds of cache.
+    """
     return logits.log_softmax(-1, dtype=logits.dtype if logits.device.type == "mps" else torch.float64)
 
 
 def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
     """Compare a model's predictions of a text through a cache of this kind with those through the model's own kind.
 
-    Both run in lockstep, so the log-probabilities of only one position are in memory. Raises ValueError for an unknown
-    kind, and as `expected` does.
+    Both run in lockstep, so the logits of only one position are in memory. Raises ValueError for an unknown kind, and
+    as `next_logits` does.
     """
     cache = model.new_cache(kind, rows=1, length=len(ids) - 1)
     with (
-        closing(expected(model, ids, prompt_len=prompt_len)) as ours,
-        closing(expected(model, ids, prompt_len=prompt_len, cache=cache)) as theirs,
+        closing(next_logits(model, ids, prompt_len=prompt_len)) as ours,
+        closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as theirs,
     ):
         return compared(ours, theirs, ids, prompt_len=prompt_len)
 
@@ -175,31 +162,25 @@ def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: in
 def compared(
     reference: Iterable[Tensor], other: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
 ) -> Comparison:
-    """Compare two iterables of log-probabilities, as `expected` yields them for the same ids."""
+    """Compare two iterables of logits, as `next_logits` yields them for the same ids."""
     kl = same = nll = other_nll = 0.0
     targets = ids[prompt_len:]
     with progress_bar("scoring", total=len(targets), unit="token") as bar:
-        for full, changed, token in zip(reference, other, targets, strict=True):
+        for ours, theirs, token in zip(reference, other, targets, strict=True):
+            full, changed = _log_probabilities(ours), _log_probabilities(theirs)
             kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
             nll -= float(full[token])
             other_nll -= float(changed[token])
             bar.update()
     n = len(targets)
-    return Comparison(n, prompt_len, kl / n, same / n, nll / n, other_nll / n)
+    return Comparison(n, kl / n, same / n, nll / n, other_nll / n)
 
 
 def _nll(logits: Tensor, ids: Tensor) -> float:
     """Return the sum of the negative log-likelihoods of ids, (n,), under logits, (n, vocab), in float32 or wider."""
     parts = (slice(begin, begin + _CHUNK) for begin in range(0, len(ids), _CHUNK))
     return math.fsum(float(F.cross_entropy(logits[part], ids[part], reduction="sum")) for part in parts)
-
-
-def _exp(nll: float) -> float:
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return math.inf
 
 
 def _check_windows(model: Transformer, length: int, *, context: int, stride: int) -> None:

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from llama import cli, load
 from llama.cli.perplexity import main
 from llama.kv_cache import StaticCache
-from llama.quality.perplexity import Comparison, Score, cached_perplexity, compare, expected, perplexity, windows
+from llama.quality.perplexity import Score, cached_perplexity, compare, next_logits, perplexity, windows
 from llama.rows import Rows
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the other dog looks on. " * 2
@@ -116,7 +116,7 @@ def test_predictions_that_are_closed_early_free_the_cache_and_leave_the_switch()
     model = tiny_model(kv_caching=False)
     cache = model.new_cache(rows=1, length=19)
     held = weakref.ref(cache)
-    steps = expected(model, ids_of(20), prompt_len=5, cache=cache)
+    steps = next_logits(model, ids_of(20), prompt_len=5, cache=cache)
     next(steps)
     assert cache.nbytes > 0
     del cache
@@ -158,9 +158,9 @@ def test_a_rounding_cache_shows_in_divergence_agreement_and_perplexity() -> None
     """Compared with the definitions, on the log-probabilities of two separate runs."""
     model, ids = tiny_model(), ids_of(24)
     found = compare(model, "half_rounded", ids, prompt_len=4)
-    assert (found.tokens, found.prompt_len) == (20, 4)
+    assert found.tokens == 20
     p, q = (
-        torch.stack(list(expected(model, ids, prompt_len=4, cache=model.new_cache(kind))))
+        torch.stack(list(next_logits(model, ids, prompt_len=4, cache=model.new_cache(kind)))).log_softmax(-1)
         for kind in ("static", "half_rounded")
     )
     assert found.mean_kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()))
@@ -168,8 +168,8 @@ def test_a_rounding_cache_shows_in_divergence_agreement_and_perplexity() -> None
     assert found.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert found.top1_agreement < 1
     positions, targets = torch.arange(20), torch.tensor(ids[4:])
-    assert found.reference_perplexity == pytest.approx(float((-p[positions, targets].mean()).exp()))
-    assert found.other_perplexity == pytest.approx(float((-q[positions, targets].mean()).exp()))
+    assert found.reference_nll == pytest.approx(float(-p[positions, targets].mean()))
+    assert found.other_nll == pytest.approx(float(-q[positions, targets].mean()))
 
 
 def test_bad_windows_and_prompts_are_refused() -> None:
@@ -183,16 +183,15 @@ def test_bad_windows_and_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt_len=0 must be at least 1"):
         compare(model, "concat", ids, prompt_len=0)
     with pytest.raises(ValueError, match="the text has 20 tokens, and only those after prompt_len=20 are scored"):
-        next(expected(model, ids, prompt_len=20))
+        next(next_logits(model, ids, prompt_len=20))
     with pytest.raises(ValueError, match="a text of 25 positions goes past max_seq_len=24"):
-        next(expected(model, ids_of(26), prompt_len=4))
+        next(next_logits(model, ids_of(26), prompt_len=4))
     with pytest.raises(ValueError, match="context=4 must be above prompt_len=4"):
         cached_perplexity(model, ids, context=4, prompt_len=4)
 
 
 def test_a_perplexity_that_overflows_is_infinite() -> None:
     assert Score(1, 800.0, 2, 1).perplexity == math.inf
-    assert Comparison(1, 1, 0.0, 1.0, 0.0, 800.0).other_perplexity == math.inf
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

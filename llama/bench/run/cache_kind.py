@@ -26,7 +26,7 @@ from llama.costs import kv_bytes
 from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
-from llama.quality.perplexity import compared, log_probabilities, next_logits
+from llama.quality.perplexity import compared, next_logits
 from llama.streaming import encode_prompt
 
 STEPS = 8  # timed at each context, behind one that warms up
@@ -105,8 +105,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     prompt_len, reference = length - scored, _reference(model, ids[:-1], scored)
     cache, seconds, before = model.new_cache(rows=1, length=length - 1), list[float](), forwards_by_runner(model)
     with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
-        ours, theirs = (map(log_probabilities, logits) for logits in (reference.cpu(), _timed(steps, seconds)))
-        found = compared(ours, theirs, ids, prompt_len=prompt_len)
+        found = compared(reference.cpu(), _timed(steps, seconds), ids, prompt_len=prompt_len)
     path = path_of(model, fast=forwards_by_runner(model) - before, all=scored)
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}

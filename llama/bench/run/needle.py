@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
 from llama.model import Transformer
-from llama.quality.perplexity import expected
+from llama.quality.perplexity import next_logits
 from llama.streaming import TextCodec
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -86,6 +86,6 @@ def finds(model: Transformer, hidden: Hidden) -> bool:
     The secret is fed: the model would write it if each of its tokens is the most likely one after those before.
     """
     ids = [*hidden.haystack, *hidden.question, *hidden.secret]
-    with closing(expected(model, ids, prompt_len=len(hidden.haystack))) as steps:
+    with closing(next_logits(model, ids, prompt_len=len(hidden.haystack))) as steps:
         of_secret = islice(steps, len(hidden.question), None)
-        return all(int(logprobs.argmax()) == id for logprobs, id in zip(of_secret, hidden.secret, strict=True))
+        return all(int(logits.argmax()) == id for logits, id in zip(of_secret, hidden.secret, strict=True))
