@@ -1,9 +1,6 @@
 """A recording is true: its positions, bytes, costs and attention are those of the generation itself."""
 
 import math
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ from fakes import Ids
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_model, watched
-from threads import in_threads
 from torch import Tensor
 
 from llama.costs import forward_flops, forwards, step_bytes
@@ -54,25 +50,6 @@ def test_the_text_and_the_bytes_are_those_of_the_same_generation_unrecorded(mode
         assert [[work.start] for work in works] == watch.starts
     alike = recording.texts == recording.texts_off
     assert [note.startswith("From token") for note in recording.notes] == ([] if alike else [True])
-
-
-def test_recordings_in_two_threads_do_not_meet(model: Transformer) -> None:
-    """Each waits for the other before every step, so that their steps alternate."""
-    between = threading.Barrier(2, timeout=60)
-
-    def asked(kv_cache: str, prompt: list[int]) -> Callable[[], Recording]:
-        return lambda: record(model, Ids(), prompt, NEW, temperature=0.0, kv_cache=kv_cache, progress=between.wait)
-
-    def shown(recording: Recording) -> Any:
-        works = [(replace(one.on, ms=0), replace(one.off, ms=0)) for one in recording.moments]
-        seen = [(one.seen, one.attention, one.likely) for one in recording.moments]
-        return recording.texts, recording.texts_off, recording.layout, works, seen
-
-    tasks = [("int8", PROMPT), ("window:6+2", [2, 7, 1, 8])]
-    together = in_threads(*(asked(*task) for task in tasks))
-    for (kv_cache, prompt), recording in zip(tasks, together, strict=True):
-        assert shown(recording) == shown(record(model, Ids(), prompt, NEW, temperature=0.0, kv_cache=kv_cache))
-    assert (model.kv_cache, model.cache) == ("static", None)
 
 
 def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
@@ -238,38 +215,24 @@ def test_heads_that_see_different_keys_have_their_own_weights() -> None:
     assert close(weights, wanted)
 
 
-@pytest.mark.parametrize("steps", [0, NEW + 2, 2 * NEW + 1])
-def test_the_model_is_as_before_after_an_interrupted_recording(model: Transformer, steps: int) -> None:
-    def state() -> Any:
-        parts = [module.ops for module in model.modules() if hasattr(module, "ops")]
-        hooks = [len(model._forward_hooks), len(model._forward_pre_hooks)]
-        return parts, hooks, model.runner, model.kv_caching, model.kv_cache, model.cache
+def test_the_model_is_as_before_at_every_step_and_its_runner_is_not_used(model: Transformer) -> None:
+    """So an interrupted recording leaves nothing behind, and other threads may use the model meanwhile."""
 
-    left = steps
-
-    def progress() -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-
-    before = state()
-    with pytest.raises(KeyboardInterrupt):
-        recorded(model, "window:6+2", progress=progress)
-    assert state() == before
-    recorded(model)
-    assert state() == before
-
-
-def test_a_runner_is_not_used_and_stays(model: Transformer) -> None:
     def runner(*_: Any, **__: Any) -> None:
         raise AssertionError("only the plain modules are recorded")
 
+    def state() -> Any:
+        parts = [module.ops for module in model.modules() if hasattr(module, "ops")]
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        return parts, hooks, model.runner, model.kv_caching, model.kv_cache, model.cache
+
     runner.exact = False  # type: ignore[attr-defined]
+    states: list[Any] = []
     try:
         model.runner = runner  # type: ignore[assignment]
-        assert len(recorded(model).moments) == NEW
-        assert model.runner is runner
+        before = state()
+        recorded(model, "window:6+2", progress=lambda: states.append(state()))
+        assert [*states, state()] == [before] * (3 * NEW + 1)
     finally:
         model.runner = None
 

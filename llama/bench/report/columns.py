@@ -149,10 +149,10 @@ def view(title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], no
     )
 
 
-def least_to_most(values: Sequence[float], form: str = "", unit: str = "") -> str:
+def least_to_most(values: Sequence[float], form: str = "") -> str:
     """Return the range of values as text, or the single value if all are written alike."""
     low, high = (f"{value:{form}}" for value in (min(values), max(values)))
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+    return low if low == high else f"{low} to {high}"
 
 
 def megabytes(nbytes: float) -> str:
