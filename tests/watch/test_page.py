@@ -86,21 +86,18 @@ def test_nothing_is_loaded_from_outside_and_only_the_pages_own_script_may_run() 
         assert f"{tag}-src 'sha256-{base64.b64encode(digest).decode()}'" in policy
 
 
-def test_64_tokens_of_the_demo_take_less_than_2_mb_with_all_attention_weights() -> None:
-    recording = made_up(["Once", " upon", " a", " time"], steps=64, args=DEMO)
-    assert kept_attention(recording) == (list(range(30)), 0)
-    assert 500_000 < len(page(recording).encode()) < 2_000_000
-
-
 @pytest.mark.parametrize(
-    ("layers", "prompt", "steps", "said"),
+    ("prompt", "steps", "said"),
     [
-        (30, 100, 64, "it has those of one layer in 2."),
-        (30, 2000, 80, "it has those of the first layer from step 16 on."),
+        (4, 64, None),
+        (100, 64, "it has those of one layer in 2."),
+        (2000, 80, "it has those of the first layer from step 16 on."),
     ],
 )
-def test_a_run_too_long_for_the_page_says_what_the_page_has(layers: int, prompt: int, steps: int, said: str) -> None:
-    recording = made_up(["a"] * prompt, steps=steps, args=replace(DEMO, n_layers=layers))
+def test_a_page_takes_less_than_2_mb_and_says_which_attention_weights_it_has(
+    prompt: int, steps: int, said: str | None
+) -> None:
+    recording = made_up(["a"] * prompt, steps=steps, args=DEMO)
     made = page(recording)
     _, first = kept_attention(recording)
     kept = [step["attention"] for step in data_of(made)["steps"]]
@@ -108,7 +105,8 @@ def test_a_run_too_long_for_the_page_says_what_the_page_has(layers: int, prompt:
     size = sum(len(base64.b64decode(one)) for one in kept if one is not None)
     assert MOST_ATTENTION / 2 < size <= MOST_ATTENTION
     assert len(made.encode()) < 2_000_000
-    assert any(said in text for text in Outline(made).texts["li"]), Outline(made).texts["li"]
+    notes = [text for text in Outline(made).texts["li"] if "too long" in text]
+    assert (said is None and notes == []) or (said is not None and said in notes[0])
 
 
 def test_formulas_give_the_figures_beside_them() -> None:

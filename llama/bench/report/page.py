@@ -24,7 +24,9 @@ def report_page(report: Report, steps: str | None = None) -> str:
         tables = map(_folded if section.folded else _table, section.tables)
         body += [_wrapped(section.name, [*pictures, *tables])] if pictures or section.tables else []
     if steps is not None:
-        body.append(_wrapped("Step by step", [_frame(steps)]))
+        # In a frame, whose script cannot reach anything outside it.
+        frame = '<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="'
+        body.append(_wrapped("Step by step", [f'{frame}{escape(steps)}"></iframe>']))
     style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
@@ -34,11 +36,6 @@ def report_page(report: Report, steps: str | None = None) -> str:
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
-
-
-def _frame(steps: str) -> str:
-    """Return a page in a frame: its script cannot reach anything outside it."""
-    return f'<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="{escape(steps)}"></iframe>'
 
 
 def _head(report: Report) -> str:
