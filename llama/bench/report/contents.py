@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama.bench.report.cells import CellView, cell_views
-from llama.bench.report.columns import NOT_MEASURED, TABLE_COLUMNS, Table
+from llama.bench.report.columns import TABLE_COLUMNS, Table
 from llama.bench.report.tables import (
     MARKS,
     cache_tables,
@@ -84,7 +84,7 @@ def report_sections(report: Report) -> list[Section]:
 
 def cell_table(view: CellView) -> Table:
     """Return the memory ledger of a cell, with its work below, or why it has none."""
-    ledger = ledger_table(view) or Table("", notes=[f"Memory ledger: {NOT_MEASURED}"])
+    ledger = ledger_table(view)
     known = [ledger.title, *ledger.notes, *work_lines(view)] if view.row.get("seconds") else [view.fate]
     return replace(ledger, title=view.label, notes=known)
 

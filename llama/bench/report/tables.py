@@ -88,11 +88,11 @@ def _engines_table(report: Report) -> Table:
     return Table("How many times faster ours is, by path", ["than", *(found[0][1] if found else ())], rows, [note])
 
 
-def ledger_table(one: CellView) -> Table | None:
-    """Return predicted against measured memory, line by line; None if the engine does not show its tensors."""
+def ledger_table(one: CellView) -> Table:
+    """Return predicted against measured memory, line by line; no lines if the engine does not show its tensors."""
     peak, resident = one.line("peak"), one.line("resident")
     if peak is None:
-        return None
+        return Table(f"Memory ledger: {NOT_MEASURED}")
     rows: list[dict[str, Any]] = []
     for line in (line for line in one.memory if line is not resident):
         measured = line.get("measured_bytes")
