@@ -1,12 +1,11 @@
 """Choose the runner of a model with `fast`: native code on a CPU, CUDA graphs on a GPU, else the plain path."""
 
 import logging
-from functools import partial
 from pathlib import Path
 
-from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
-from llama.fast.graph_runner import GraphRunner, RunLayer, run_layer
-from llama.fast.graph_trial import fastest, try_prompts, try_steps
+from llama.fast.graph_ops import PYTORCH, GraphOps, compiled
+from llama.fast.graph_runner import GraphRunner
+from llama.fast.graph_trial import fastest, try_steps
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
@@ -46,8 +45,8 @@ def _use_native_code(model: Transformer, folder: Path) -> None:
 
 
 def _use_graphs(model: Transformer) -> None:
-    """Try all kernels and layers on this device, and set a runner with the fastest of those that are right."""
-    logger.info("fast: compiling and trying steps and prompts; the first time takes some tens of seconds")
+    """Try all kernels on this device, and set a runner with the fastest of those that are right."""
+    logger.info("fast: compiling and trying steps; the first time takes some tens of seconds")
     GraphRunner().describe(model)
 
     def trial(ops: GraphOps) -> float:
@@ -56,7 +55,5 @@ def _use_graphs(model: Transformer) -> None:
     ops = fastest([("PyTorch's own kernels", PYTORCH), ("compiled kernels", compiled(COMPILER))], trial)
     if ops is None:
         raise Unsupported("no step works on this GPU")
-    layers: list[tuple[str, RunLayer]] = [("plain layers", run_layer)]
-    layers.append(("compiled layers", Compiled(run_layer, COMPILER)))
-    model.runner = GraphRunner(ops, fastest(layers, partial(try_prompts, model)))
+    model.runner = GraphRunner(ops)
     logger.info("fast: %s", model.runner.name)

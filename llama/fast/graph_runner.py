@@ -1,9 +1,8 @@
 """The fast steps of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
-The host launches several steps, and reads their tokens while the next ones run. With the cache, a step consists of the
-functions in `llama.fast.graph_ops`; without it, of layers over the whole prefix, whose length is rounded up so that few
-graphs serve all lengths. Prompts run on the plain path. `llama.fast.graph_trial` selects the functions and the layers.
-On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
+The host launches several steps, and reads their tokens while the next ones run. A step consists of the functions in
+`llama.fast.graph_ops`; `llama.fast.graph_trial` selects them. Prompts run on the plain path, and so do all steps if the
+cache is off. On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
 """
 
 import logging
@@ -19,15 +18,14 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, if_finite, step_on
+from llama.fast.graph_ops import PYTORCH, GraphOps, if_finite, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
-from llama.model import Transformer, TransformerBlock
-from llama.ops import UNCHANGED, _attend_in_step, without_cudnn
+from llama.model import Transformer
+from llama.ops import without_cudnn
 from llama.quant.layers import quantized_weights
 from llama.request import Request
-from llama.rope import apply_rotary_emb
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,6 @@ logger = logging.getLogger(__name__)
 # Steps between two reads of the results: a stream lags by at most twice as many, and as many may be computed in vain.
 SYNC_INTERVAL = 8
 LENGTH_STEP = 32  # buffer lengths are multiples of it, so that texts of similar length share buffers
-MAX_GRAPHS = 16  # of one set of buffers
 
 UNSURE = -2  # the id of a token that the candidates do not decide; -1 stands for logits that are not finite
 
@@ -48,7 +45,6 @@ class GraphKey(NamedTuple):
     chooses: tuple[bool, ...]  # which of the Settings are set
     whole: bool  # whether the whole vocabulary is sorted
     logprobs: bool
-    prefix: int | None  # the number of positions that are fed; None: only the newest token, with the cache
 
 
 class Unsure(Exception):
@@ -62,8 +58,8 @@ class DecodeBuffers:
     tokens: (rows, slots), the texts. positions: (rows,), the position of each row's newest token. chosen, logprobs:
     (rows,), of the last step. draws: (rows,), the random numbers of the next step. numbers: those of the Settings.
     seen: (rows, vocab), the tokens of each row, for the repetition penalty. cos_sin: the first rows of the RopeTable,
-    which may replace its own by a longer table. record: makes graphs. cache: static layers of (rows, slots), or None.
-    The last slot belongs to no text. last: an event behind the latest launch.
+    which may replace its own by a longer table. cache: static layers of (rows, slots). record: makes graphs. The last
+    slot belongs to no text. last: an event behind the latest launch.
     """
 
     tokens: Tensor
@@ -74,8 +70,8 @@ class DecodeBuffers:
     numbers: Tensor
     seen: Tensor
     cos_sin: tuple[Tensor, Tensor]
+    cache: Cache
     record: "Recorder"
-    cache: Cache | None = None
     graphs: dict[GraphKey, Replay] = field(default_factory=dict)
     last: torch.cuda.Event | None = None
 
@@ -90,15 +86,8 @@ class DecodeBuffers:
     @property
     def keys_values(self) -> list[tuple[Tensor, Tensor]]:
         """The cache's buffers of every layer."""
-        layers = [] if self.cache is None else self.cache.layers
+        layers = self.cache.layers
         return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
-
-    def take_cache(self, cache: Cache, *, like: Tensor) -> None:
-        """Allocate an empty cache of static layers for all rows and slots; graphs read and write it from now on."""
-        for layer in cache.layers:
-            assert isinstance(layer, StaticCache)
-            layer.room(self.rows, self.slots, like=like)
-        self.cache = cache
 
     def place(self, batch: Batch) -> None:
         """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
@@ -116,10 +105,10 @@ class DecodeBuffers:
         """Return all that a step changes, except the cache."""
         return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
 
-    def recorded(self, step: Replay, position: int) -> Replay:
-        """Return a step's replay. It is recorded with all rows at `position`; the state is restored afterwards."""
+    def recorded(self, step: Replay) -> Replay:
+        """Return a step's replay. It is recorded in the slot of no text; the state is restored afterwards."""
         before = [tensor.clone() for tensor in self.state()]
-        self.positions.fill_(position)
+        self.positions.fill_(self.slots - 1)
         with without_cudnn(self.tokens.device):
             replay = self.record(step)
         for tensor, was in zip(self.state(), before, strict=True):
@@ -143,12 +132,9 @@ class GraphRunner:
     exact: bool | None = None
     takes_prompts = False
 
-    def __init__(
-        self, ops: GraphOps = PYTORCH, layer: "RunLayer | None" = None, recorder: "type[Recorder] | None" = None
-    ) -> None:
-        self.ops, self.layer = ops, layer or run_layer
-        self._recorder = recorder or Recorder
-        self.name = self.code = self.named(None)
+    def __init__(self, ops: GraphOps = PYTORCH, recorder: "type[Recorder] | None" = None) -> None:
+        self.ops, self._recorder = ops, recorder or Recorder
+        self.name = self.code = f"CUDA graphs of {ops.name} kernels"
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._buffers: DecodeBuffers | None = None
@@ -159,7 +145,7 @@ class GraphRunner:
         self._warn = WarnOnce(logger)
 
     def __reduce__(self) -> tuple[type["GraphRunner"], tuple[Any, ...]]:
-        return GraphRunner, (self.ops, self.layer, self._recorder)  # a copied model has other weights and other graphs
+        return GraphRunner, (self.ops, self._recorder)  # a copied model has other weights and other graphs
 
     def __call__(self, *call: Any, **options: Any) -> None:
         """Return None: the modules compute all calls of the model."""
@@ -193,10 +179,10 @@ class GraphRunner:
     def _watched(self, model: Transformer) -> bool:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
 
-    def may_step(self, model: Transformer, buffers: DecodeBuffers, *, kv_caching: bool) -> bool:
+    def may_step(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self._descriptions.of(model).description is self._of and caching_of(model) == kv_caching
+            same = self._descriptions.of(model).description is self._of and caching_of(model)
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
@@ -218,12 +204,7 @@ class GraphRunner:
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step's graph; record it if there is none yet."""
         if key not in buffers.graphs:
-            if len(buffers.graphs) == MAX_GRAPHS:
-                del buffers.graphs[next(iter(buffers.graphs))]
-            if not buffers.graphs:
-                buffers.record = self._recorder(model.device)  # a memory pool without graphs may not be used again
-            aside = (key.prefix or buffers.slots) - 1  # with a cache, the slot that belongs to no text
-            buffers.graphs[key] = buffers.recorded(self._step(model, buffers, key), aside)
+            buffers.graphs[key] = buffers.recorded(self._step(model, buffers, key))
         return buffers.graphs[key]
 
     def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
@@ -234,8 +215,7 @@ class GraphRunner:
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
 
         def step() -> None:
-            fed = key.prefix
-            h = cached(model, buffers, ops) if fed is None else feed_prefix(model, buffers, fed, self.layer)
+            h = cached(model, buffers, ops)
             if greedy:
                 take_likeliest(model, buffers, ops, h)
                 return
@@ -248,18 +228,12 @@ class GraphRunner:
 
         return step
 
-    def named(self, prefix: int | None) -> str:
-        """Return the name of what runs a step with the cache, or one over a prefix."""
-        if prefix is None:
-            return f"CUDA graphs of {self.ops.name} kernels"
-        return f"CUDA graphs of {'compiled' if isinstance(self.layer, Compiled) else 'plain'} layers"
-
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
-    def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache | None) -> DecodeBuffers:
+    def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache) -> DecodeBuffers:
         """Return buffers for `rows` rows of `length` positions: the current ones if they fit, or new ones.
 
-        cache: an empty one for new buffers; None: the steps use no cache. Raises Unsupported.
+        cache: an empty one for new buffers. Raises Unsupported.
         """
         description = self._descriptions.of(model).description
         slots, buffers = rounded_up(length + 1), self._buffers
@@ -267,13 +241,10 @@ class GraphRunner:
             buffers is None
             or buffers.rows != rows
             or not slots <= buffers.slots <= 2 * slots
-            or (buffers.cache is None) != (cache is None)
             or self._of is not description
         ):
             buffers = self._buffers = None  # free their memory before allocating more
-            buffers = new_buffers(model, rows, slots, self._recorder(model.device))
-            if cache is not None:
-                buffers.take_cache(cache, like=model.norm.weight)
+            buffers = new_buffers(model, rows, slots, cache, self._recorder(model.device))
         if buffers.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
         self._buffers, self._of = buffers, description
@@ -312,8 +283,7 @@ class GraphStepper(PlainStepper):
             yield next(calls)
             yield from self._recorded()
             mark_seen(self.batch)
-            if self.cache is not None:
-                self.cache.select_rows(self.batch.rows)
+            self._buffers.cache.select_rows(self.batch.rows)
             yield from calls
         finally:
             self._end()
@@ -344,7 +314,7 @@ class GraphStepper(PlainStepper):
                 if UNSURE in chosen.ids:
                     self._put_back(draws[step:])
                     raise Unsure
-                batch.fed += len(batch.rows) if self.cache is not None else sum(batch.cur_pos)
+                batch.fed += len(batch.rows)
                 batch.append(chosen.ids)
                 self.logits = None  # they stay on the device
                 yield chosen
@@ -363,22 +333,19 @@ class GraphStepper(PlainStepper):
         if count == 0:
             return None
         block = StepBlock(count, buffers, logprobs=request.logprobs)
-        chooses = tuple(number is not None for number in request.sampling.settings)
+        key = GraphKey(tuple(number is not None for number in request.sampling.settings), whole, request.logprobs)
         for step in range(count):
-            longest = min(max(batch.cur_pos) + ahead + step, request.longest)
-            prefix = None if self.cache is not None else rounded_up(longest)
             if runner.watch is not None:  # outside of `try`: its errors are the caller's
-                runner.watch(buffers.rows, 1 if prefix is None else longest)
+                runner.watch(buffers.rows, 1)
             try:
                 self._draw(block)
-                runner.recorded(self.model, buffers, GraphKey(chooses, whole, request.logprobs, prefix))()
+                runner.recorded(self.model, buffers, key)()
                 block.note(step)
             except Exception as error:  # a compiler, a capture or a driver may raise anything
                 self._put_back(block.draws)
                 runner.give_up(error, buffers.rows, buffers.slots)
                 return None
         runner.forwards += count
-        runner.name = runner.named(prefix)
         block.send()
         buffers.last = block.event
         return block
@@ -396,7 +363,7 @@ class GraphStepper(PlainStepper):
         self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
 
     def _may_step(self) -> bool:
-        return self._runner.may_step(self.model, self._buffers, kv_caching=self.cache is not None)
+        return self._runner.may_step(self.model, self._buffers)
 
 
 class StepBlock:
@@ -442,10 +409,10 @@ def _describe(model: Transformer) -> object:
     return object()
 
 
-def _new_cache(model: Transformer, request: Request) -> Cache | None:
-    """Return an empty cache of the request's kind; None if the cache is off. Raises Unsupported."""
+def _new_cache(model: Transformer, request: Request) -> Cache:
+    """Return an empty cache of the request's kind. Raises Unsupported."""
     if not caching_of(model):
-        return None
+        raise Unsupported("a GPU's fast step needs the KV cache")
     cache = model.new_cache(request.kv_cache)
     if any(type(layer) is not StaticCache for layer in cache.layers):
         raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
@@ -467,39 +434,10 @@ def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
     return h
 
 
-def feed_prefix(model: Transformer, buffers: DecodeBuffers, prefix: int, layer: "RunLayer") -> Tensor:
-    """Feed the first `prefix` tokens of every row; return the last layer's output for each newest token, (rows, dim).
-
-    Tokens behind the newest one are computed too, and no query sees them.
-    """
-    h: Tensor = model.tok_embeddings(buffers.tokens[:, :prefix])
-    cos, sin = (table[:prefix][None] for table in buffers.cos_sin)  # strides that do not depend on the buffers' length
-    for block in model.blocks:
-        h = layer(block, h, (cos, sin))
-    positions = buffers.positions.clamp(max=prefix - 1)  # rows that have ended may stand anywhere
-    return h[torch.arange(buffers.rows, device=h.device), positions]
-
-
 def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h: Tensor) -> None:
     """Choose every row's most likely next token, and step on."""
     logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
     ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
-
-
-RunLayer = Callable[[TransformerBlock, Tensor, tuple[Tensor, Tensor]], Tensor]
-
-
-def run_layer(block: TransformerBlock, h: Tensor, freqs_cis: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the output of a layer over whole prefixes."""
-    attention = block.attention
-    normed = block.attention_norm(h)
-    products = (attention.wq(normed), attention.wk(normed), attention.wv(normed))
-    xq, xk, xv = (product.unflatten(-1, (-1, attention.head_dim)) for product in products)
-    xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
-    # Without Rows: for their tuples, torch.compile would make a graph for each number of rows.
-    h = h + attention.wo(_attend_in_step(xq, xk, xv, 0, None, UNCHANGED).flatten(-2))
-    result: Tensor = h + block.feed_forward(block.ffn_norm(h))
-    return result
 
 
 class Recorder:
@@ -561,9 +499,13 @@ def rounded_up(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> DecodeBuffers:
+def new_buffers(model: Transformer, rows: int, slots: int, cache: Cache, record: Recorder) -> DecodeBuffers:
+    """Return buffers with the cache, an empty one of static layers, which is allocated for all rows and slots."""
     device = model.device
     cos, sin = model.rope.up_to(slots, device)
+    for layer in cache.layers:
+        assert isinstance(layer, StaticCache)
+        layer.room(rows, slots, like=model.norm.weight)
     with torch.inference_mode(False):  # tensors made in it could not be written outside of it
         return DecodeBuffers(
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
@@ -574,6 +516,7 @@ def new_buffers(model: Transformer, rows: int, slots: int, record: Recorder) -> 
             numbers=torch.zeros(len(Settings._fields), dtype=torch.float64, device=device),
             seen=torch.zeros((rows, model.args.vocab_size), dtype=torch.bool, device=device),
             cos_sin=(cos[:slots], sin[:slots]),
+            cache=cache,
             record=record,
         )
 

@@ -1,4 +1,4 @@
-"""Select the functions of a GPU's steps, and the layers of its prefixes: the fastest candidates that are right.
+"""Select the functions of a GPU's steps: the fastest candidate that is right.
 
 When a model is loaded, each candidate is compared with the modules on the device, recorded, replayed and timed. This
 also compiles it for rows and lengths that vary, so that no text waits for a compiler later.
@@ -8,20 +8,17 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from llama.fast.graph_ops import GraphOps
 from llama.fast.graph_runner import (
     DecodeBuffers,
     GraphKey,
     GraphRunner,
-    RunLayer,
     cached,
-    feed_prefix,
-    rounded_up,
     short_message,
     take_likeliest,
 )
@@ -38,10 +35,9 @@ Timed = TypeVar("Timed")
 # numbers are rounded in other places.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 SHAPES = ((1, 6), (1, 40), (2, 6))  # rows and lengths: one row, two rows, and buffers of two sizes
-PROMPT_LEN = 256  # tokens of the prompt that is timed
 TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 
-GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False, prefix=None)
+GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False)
 
 
 def fastest(candidates: Iterable[tuple[str, Timed]], trial: Callable[[Timed], float]) -> Timed | None:
@@ -67,7 +63,8 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
     model, ops = model.with_kv_caching(True), runner.ops
     for rows, length in _shapes(model):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
-            _compare(model, _logits(model, runner, cached(model, buffers, ops)), expected, f"the {ops.name} kernels'")
+            h = cached(model, buffers, ops)
+            _compare(model, ops, ops.head(h, model.norm.weight, model.norm.eps, model.output.weight), expected)
             _place(buffers, ids)
             wanted = []
             for _ in range(2):
@@ -80,19 +77,8 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
                 if not all(map(torch.equal, buffers.state(), states)):
                     raise Unsupported(f"a recorded step of {ops.name} kernels does not repeat what was recorded")
             if rows == 1:
-                seconds.append(_timed(model, replay, STEPS) / STEPS)
+                seconds.append(_timed(model, replay))
     return min(seconds)
-
-
-def try_prompts(model: Transformer, layer: RunLayer) -> float:
-    """Return the seconds of a prefix of PROMPT_LEN tokens. Raises Unsupported if the logits are not the modules'."""
-    runner, model = GraphRunner(layer=layer), model.with_kv_caching(True)
-    for rows, length in (*_shapes(model), (1, PROMPT_LEN)):
-        with _filled(model, runner, rows, min(length, model.args.max_seq_len)) as (buffers, ids, expected):
-            run = partial(feed_prefix, model, buffers, rounded_up(ids.shape[1]), layer)
-            _compare(model, _logits(model, runner, run()), expected, "a prefix's")
-            seconds = _timed(model, run)
-    return seconds
 
 
 def _shapes(model: Transformer) -> list[tuple[int, int]]:
@@ -125,24 +111,20 @@ def _place(buffers: DecodeBuffers, ids: Tensor) -> None:
     buffers.positions.fill_(ids.shape[1] - 1)
 
 
-def _logits(model: Transformer, runner: GraphRunner, h: Tensor) -> Tensor:
-    return runner.ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-
-
-def _compare(model: Transformer, ours: Tensor, theirs: Tensor, name: str) -> None:
+def _compare(model: Transformer, ops: GraphOps, ours: Tensor, theirs: Tensor) -> None:
     off = ((ours - theirs).abs().max() / theirs.abs().max()).item()
     if not off <= TOLERANCE[model.dtype]:
-        raise Unsupported(f"{name} logits are off by {off:.2g} of the largest here")
+        raise Unsupported(f"the {ops.name} kernels' logits are off by {off:.2g} of the largest here")
 
 
-def _timed(model: Transformer, run: Callable[[], object], times: int = 1) -> float:
-    """Return the seconds of `times` calls, the fastest of TRIES."""
+def _timed(model: Transformer, step: Callable[[], object]) -> float:
+    """Return the seconds of a step, from the fastest of TRIES."""
     seconds = []
     for _ in range(TRIES):
         wait_for(model.device)
         began = time.perf_counter()
-        for _ in range(times):
-            run()
+        for _ in range(STEPS):
+            step()
         wait_for(model.device)
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return min(seconds) / STEPS

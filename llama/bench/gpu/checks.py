@@ -13,9 +13,9 @@ from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, random_model
 from llama.fast.choose import COMPILER
-from llama.fast.graph_ops import PYTORCH, Compiled, GraphOps, compiled
-from llama.fast.graph_runner import GraphRunner, RunLayer, run_layer
-from llama.fast.graph_trial import try_prompts, try_steps
+from llama.fast.graph_ops import PYTORCH, GraphOps, compiled
+from llama.fast.graph_runner import GraphRunner
+from llama.fast.graph_trial import try_steps
 from llama.model import Transformer
 
 logger = logging.getLogger(__name__)
@@ -57,24 +57,19 @@ def check_gpu(cell: Cell, *, part: str) -> dict[str, Any]:
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
     """Yield the claims that each path gives the ids of the plain path without the cache."""
     odd = uneven_model(_ODD, torch.float32, device)
-    layer: RunLayer = Compiled(run_layer, COMPILER) if device.type == "cuda" else run_layer
-    steps = {name: GraphRunner(ops, layer) for name, ops in kernels_of(device).items()}
-    paths = [("plain path", None, True), *((f"{name} kernels", step, True) for name, step in steps.items())]
-    paths.append(("compiled layers", steps["compiled"], False))
+    steps = {f"{name} kernels": GraphRunner(ops) for name, ops in kernels_of(device).items()}
     for rows in _ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
-        for path, step, kv_caching in paths:
-            mode = "with the cache" if kv_caching else "without the cache"
-            claim = partial(same_ids, odd, step, rows, kv_caching, without)
-            yield f"greedy ids in fp32, batch {rows}, ragged: {path}, {mode}", claim
+        for path, step in {"plain path": None, **steps}.items():
+            claim = partial(same_ids, odd, step, rows, without)
+            yield f"greedy ids in fp32, batch {rows}, ragged: {path}, with the cache", claim
 
 
 def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim]]:
-    """Yield the claims about steps, prompts and exact mode at the sizes of a model."""
+    """Yield the claims about steps and exact mode at the sizes of a model."""
     what = f"{cell.model} in {cell.dtype}"
     for name, ops in kernels_of(model.device).items():
         yield f"steps of {name} kernels, recorded and repeated, {what}", partial(steps_agree, model, ops)
-    yield f"prompts by compiled layers, {what}", partial(prompts_agree, model)
     yield f"exact mode, {what}", partial(exact_mode, model)
 
 
@@ -108,13 +103,6 @@ def steps_agree(model: Transformer, ops: GraphOps) -> Outcome:
     return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
 
 
-def prompts_agree(model: Transformer) -> Outcome:
-    """Compare prompts with those of the modules; Unsupported is raised if they differ."""
-    layer: RunLayer = Compiled(run_layer, COMPILER) if model.device.type == "cuda" else run_layer
-    seconds = try_prompts(model, layer)
-    return True, f"as near to the modules as the fast step requires; {1e3 * seconds:.3f} ms at batch 1"
-
-
 def exact_mode(model: Transformer) -> Outcome:
     """Switch exact mode on, which compares the model with itself."""
     try:
@@ -143,11 +131,9 @@ def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_cachin
         return model.generate_tokens(prompts, 20, temperature=0.0, kv_caching=kv_caching)[0]
 
 
-def same_ids(
-    model: Transformer, step: GraphRunner | None, rows: int, kv_caching: bool, expected: Sequence[Sequence[int]]
-) -> Outcome:
+def same_ids(model: Transformer, step: GraphRunner | None, rows: int, expected: Sequence[Sequence[int]]) -> Outcome:
     """Compare the ids of a path with those expected."""
-    made = greedy(model, step, rows, kv_caching=kv_caching)
+    made = greedy(model, step, rows, kv_caching=True)
     pairs = [pair for ours, theirs in zip(made, expected, strict=True) for pair in zip(ours, theirs, strict=True)]
     same = sum(ours == theirs for ours, theirs in pairs)
     return made == expected, f"{same} of {len(pairs)} ids are those of the plain path without the cache"

@@ -155,8 +155,9 @@ class LlamaEngine:
                 times.append(time.perf_counter())
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
-        left = 0 if self.model.runner is None or self.model.runner.takes_prompts else 1  # the prompt
-        run.fast_wanted = len(run.fed or ()) - left
+        run.fast_wanted = len(run.fed or ())
+        if self.model.runner is not None and not self.model.runner.takes_prompts:  # it takes cached steps alone
+            run.fast_wanted = run.fast_wanted - 1 if kv_caching else 0
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         return run
 

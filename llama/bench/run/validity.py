@@ -122,7 +122,7 @@ def _fast_step(run: "Run") -> Row:
     """Did the fast step execute every forward that it was asked for?"""
     if run.fed is None or run.fast_forwards is None or run.fast_wanted is None:
         return check("fast step", None, "asked for; the engine does not show it")
-    fine = 0 < run.fast_forwards == run.fast_wanted
+    fine = run.fast_forwards == run.fast_wanted if run.fast_wanted else None
     words = f"asked for; {run.fast_forwards} of {len(run.fed)} forwards ran by it"
     if run.fast_forwards != len(run.fed):
         words += f", {'the prompt' if fine else 'the others'} by the plain path"
