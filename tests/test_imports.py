@@ -95,7 +95,7 @@ MAY_IMPORT = {
     "llama/bench/run/directory.py": ("bench", ""),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp"),
     "llama/bench/run/transformers_engine.py": ("args bench checkpoint model request streaming", "torch"),
-    "llama/bench/run/worker.py": (f"{CORE} bench exact host quality quant watch", "torch"),
+    "llama/bench/run/worker.py": (f"{CORE} bench host quality quant watch", "torch"),
     "llama/bench/run/": (
         f"{CORE} api checkpoint cli costs exact fast host quality quant sessions tokenizer untrusted "
         "bench.cell bench.schema bench.statistics bench.texts bench.run",
@@ -113,7 +113,7 @@ MAY_IMPORT = {
     "llama/cli/palette.py": ("", ""),
     "llama/cli/__init__.py": ("cli.console host.cores", "fire"),
     "llama/cli/terminal.py": ("cli tokenizer.conversation", ""),
-    "llama/cli/inference.py": (f"{CORE} __init__ api cli exact host tokenizer untrusted watch", ""),
+    "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),

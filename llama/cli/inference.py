@@ -175,14 +175,10 @@ def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:
 
 def complete(model: "Transformer", texts: list[str], pieces: "Stream", about: str, *, live: bool) -> int:
     """Print every prompt's text and the speed; return the exit code."""
-    from llama.exact import slowdown_words
-
     with only_rank_0_prints(model.ranks.rank):
         started = time.perf_counter()
         code = show(texts, pieces, live=live)
         seconds = time.perf_counter() - started
-        if model.exact and code == 0:
-            console.put(slowdown_words(model))
         ranks = f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
         tokens = sum(len(result["ids"]) for result in pieces.results)
         speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"

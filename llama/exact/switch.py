@@ -1,23 +1,19 @@
-"""Switch exact mode on, after a comparison of the model with itself, or off; measure what the mode costs.
+"""Switch exact mode on, after a comparison of the model with itself, or off.
 
 A model whose runner has batch-invariant bits is compared as the runner computes it, and no operation is changed. Knows
 `ExactModel`, and how many slices ranks can share; does not know operations, nor runners.
 """
 
 import math
-import statistics
-import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llama.args import ModelArgs
 from llama.exact.batch_invariance import CachedModel, first_difference
 from llama.exact.operations import exact_ops
-from llama.kv_cache import Cache, check_lossless
+from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
 from llama.quant.packed import QuantizedWeight
 from llama.ranks import Ranks
@@ -113,51 +109,3 @@ def use_exact_ops(model: ExactModel) -> None:
         if hasattr(module, "ops"):
             slices = of_kv if name.endswith((".wk", ".wv")) else whole
             module.ops = exact_ops(model.device, max(1, slices // model.ranks.size))  # type: ignore[assignment]
-
-
-@torch.inference_mode()
-def slowdown(model: ExactModel, *, prompt: int = 64, repeats: int = 5, patience: float = 3.0) -> tuple[float, float]:
-    """Return the slowdown of exact mode for one row: of the prefill of `prompt` tokens, and of a cached step.
-
-    The ratios of the median seconds, measured alternately: one warm-up turn and `repeats` turns, or fewer after
-    `patience` seconds; then the warm-up may be all. The model needs one position more than `prompt`, and no runner: a
-    runner is as fast in exact mode as without.
-    """
-    _check(model)
-    prompt = min(prompt, model.args.max_seq_len - 1)
-    tokens = torch.zeros(1, prompt, dtype=torch.int64, device=model.device)
-    ways = {"plain": partial(_switch_off, model), "exact": partial(use_exact_ops, model)}
-    put_back = ways["exact" if model.exact else "plain"]
-    seconds: dict[str, list[tuple[float, float]]] = {"plain": [], "exact": []}
-    began = time.perf_counter()
-    try:
-        for turn in range(repeats + 1):
-            if turn and time.perf_counter() - began > patience:
-                break
-            for name, use in ways.items():
-                use()
-                cached, cache = model.with_kv_caching(True), model.new_cache()
-                prefill = _timed(cached, tokens, 0, cache)
-                seconds[name].append((prefill, _timed(cached, tokens[:, :1], prompt, cache)))
-    finally:
-        put_back()
-    medians = {
-        name: [statistics.median(times) for times in zip(*(pairs[1:] or pairs), strict=True)]
-        for name, pairs in seconds.items()
-    }
-    prefill, step = (slow / quick for slow, quick in zip(medians["exact"], medians["plain"], strict=True))
-    return prefill, step
-
-
-def slowdown_words(model: ExactModel) -> str:
-    """Return a sentence with the cost of exact mode for this model on this machine, measured now."""
-    if model.runner is not None:
-        return f"exact mode by {model.runner.name} code takes no longer: the fast step is the same without it"
-    prefill, step = slowdown(model)
-    return f"exact mode: a short prompt takes {prefill:.1f} times as long as without it, a step {step:.1f} times"
-
-
-def _timed(model: ExactModel, tokens: Tensor, start_pos: int, cache: Cache) -> float:
-    started = time.perf_counter()
-    model(tokens, start_pos, cache=cache).sum().item()  # waits for the logits
-    return time.perf_counter() - started

@@ -11,7 +11,7 @@ from torch import Tensor
 from writes import rows_of
 
 from llama.args import YarnScaling
-from llama.exact import operations, probe, slowdown
+from llama.exact import operations, probe
 from llama.exact.batch_invariance import first_difference
 from llama.exact.operations import exact_attend, exact_linear, exact_silu
 from llama.exact.probe import Block, block_for, exact_product
@@ -213,14 +213,6 @@ def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
     for start, end in ((0, 1), (15, 17), (63, 64), (64, 65), (193, 200), (575, 600), (1023, 1025), (1299, 1300)):
         part = xq[:, start:end]
         assert torch.equal(exact_attend(part, keys, values, rows_of(start, part)), whole[:, start:end]), (start, end)
-
-
-def test_measuring_the_slowdown_does_not_change_the_model() -> None:
-    model = exact_model(torch.float32)
-    model.kv_caching = False
-    assert min(slowdown(model)) > 0
-    assert model.exact
-    assert not model.kv_caching
 
 
 @pytest.mark.parametrize(("everywhere", "name"), [(True, "capped"), (False, "exact")])

@@ -18,7 +18,7 @@ from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served, twin
 from oracles import bits, some_tokens
 
 from llama.api import load
-from llama.exact import first_difference, slowdown_words
+from llama.exact import first_difference
 from llama.fast.choose import make_fast
 from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner
@@ -226,11 +226,9 @@ def test_a_session_of_native_bits_is_not_continued_by_plain_ones(tmp_path: Path)
         model.load_session(tmp_path / "session", Ids())
 
 
-def test_exact_mode_costs_nothing_and_switching_it_off_leaves_the_fast_model() -> None:
+def test_switching_exact_mode_off_leaves_the_fast_model() -> None:
     model = exact_model("int8")
     before = served(model)
-    assert "takes no longer" in slowdown_words(model)  # without timing it
-    assert served(model) == before
     model.exact = False
     assert str(model.execution) == "native, int8 weights"
     model(TOKENS)

@@ -28,7 +28,6 @@ from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
-from llama.exact import slowdown_words
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.streaming import encode_prompt
 from llama.watch.page import page
@@ -52,8 +51,6 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
         stored=stored,
     )
     row["notes"] += [one.getMessage() for one in warnings.buffer]
-    if cell.exact and trace and isinstance(engine, LlamaEngine):
-        row["notes"].append(slowdown_words(engine.model))
     done = {"rows": [row, *others], "model": facts, "environment": environment(device)}
     # The ceilings are measured next to every repetition; those of one process say nothing of several.
     return done if cell.ranks > 1 else {**done, "ceilings": ceilings(device, DTYPES[cell.dtype], seconds=1.0)}
