@@ -9,7 +9,6 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -34,11 +33,11 @@ class NoNativeCode(RuntimeError):
     """The code could not be compiled or loaded; the message says why."""
 
 
-def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.CDLL:
+def load_library(source: Path, folder: Path) -> ctypes.CDLL:
     """Return the library compiled from `source` and the files beside it, and stored in `folder`.
 
-    It is compiled again if the source, the flags, the compiler or the kind of CPU differ, or if the file is damaged,
-    belongs to another user, or lacks a symbol. Raises NoNativeCode.
+    It is compiled again if the source, the flags, the compiler or the kind of CPU differ, or if the file is damaged or
+    belongs to another user. Raises NoNativeCode.
     """
     library = folder / f"{source.stem}-{_key(source)}.so"
     digest = library.with_suffix(".sha256")
@@ -49,12 +48,12 @@ def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.C
                 f"other users may write into {folder}, and so put their code there: run `chmod go-w` on it if it is "
                 "yours, or set LLAMA_CACHE_DIR to a folder of your own"
             )
-        loaded = _load(library, symbols) if _is_whole(library, digest) else None
+        loaded = _load(library) if _is_whole(library, digest) else None
         if loaded is None:
             if library.exists():
                 logger.warning("%s is damaged; it is compiled again", library)
             _compile(source, library, digest)
-            loaded = _load(library, symbols)
+            loaded = _load(library)
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
     if loaded is None:
@@ -62,16 +61,12 @@ def load_library(source: Path, folder: Path, symbols: Sequence[str]) -> ctypes.C
     return loaded
 
 
-def _load(library: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
-    """Return the library, or None if it cannot be loaded here or lacks a symbol."""
+def _load(library: Path) -> ctypes.CDLL | None:
+    """Return the library, or None if it cannot be loaded here."""
     try:
-        loaded = ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(library))
     except OSError:  # for example of another architecture
         return None
-    if all(hasattr(loaded, symbol) for symbol in symbols):
-        return loaded
-    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))  # else loading this path again would return this library
-    return None
 
 
 def _key(source: Path) -> str:

@@ -119,7 +119,7 @@ class NativeForward:
     """The functions of the library. `instructions`: those of the CPU that it was compiled for."""
 
     def __init__(self, folder: Path) -> None:
-        library = load_library(SOURCE, folder, ("forward", "choose_tokens", "unpack", "instructions"))
+        library = load_library(SOURCE, folder)
         self._run = library.forward
         self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
         self._choose = library.choose_tokens

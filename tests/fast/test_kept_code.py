@@ -24,7 +24,7 @@ from llama.fast.native_build import NoNativeCode, load_library
 
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
 try:
-    print(load_library(Path(sys.argv[1]), Path(sys.argv[2]), ("answer",)).answer())
+    print(load_library(Path(sys.argv[1]), Path(sys.argv[2])).answer())
 except NoNativeCode as why:
     print("refused:", why)
 """
@@ -54,21 +54,6 @@ def files(folder: Path) -> tuple[Path, Path]:
     return library, digest
 
 
-def compiled(code: str, file: Path) -> None:
-    """Replace a library, which may be in use here, by another one with a correct digest."""
-    made = file.parent.parent / "other.so"
-    (made.with_suffix(".cpp")).write_text(code)
-    subprocess.run(["c++", "-shared", "-fPIC", made.with_suffix(".cpp"), "-o", made], check=True)
-    replaced(file, made.read_bytes())
-
-
-def replaced(library: Path, content: bytes) -> None:
-    library.unlink()
-    library.write_bytes(content)
-    library.chmod(0o700)
-    library.with_suffix(".sha256").write_text(hashlib.sha256(content).hexdigest())
-
-
 def of_another_machine(library: Path) -> bytes:
     content = bytearray(library.read_bytes())
     content[18:20] = b"\xf3\x00" if content[18] != 0xF3 else b"\x3e\x00"  # e_machine of ELF: RISC-V, or x86-64
@@ -83,7 +68,7 @@ def test_a_second_call_compiles_nothing(source: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
-@pytest.mark.parametrize("damage", ["cut", "digest", "no symbol", "machine", "link", "writable", "pipe"])
+@pytest.mark.parametrize("damage", ["cut", "digest", "machine", "link", "writable", "pipe"])
 def test_a_damaged_library_is_compiled_again_with_a_warning(damage: str, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     answer(source, folder)
@@ -92,10 +77,11 @@ def test_a_damaged_library_is_compiled_again_with_a_warning(damage: str, source:
         library.write_bytes(library.read_bytes()[:1000])
     elif damage == "digest":
         digest.write_bytes(b"\xff\xfe" * 32)
-    elif damage == "no symbol":
-        compiled('extern "C" int other() { return 1; }\n', library)
     elif damage == "machine":
-        replaced(library, of_another_machine(library))
+        content = of_another_machine(library)
+        library.unlink()
+        library.write_bytes(content)
+        digest.write_text(hashlib.sha256(content).hexdigest())
     elif damage == "link":
         library.rename(tmp_path / "elsewhere.so")
         library.symlink_to(tmp_path / "elsewhere.so")

@@ -327,9 +327,6 @@ def test_an_unsupported_model_stays_plain(args: ModelArgs, words: str, caplog: p
     assert "plain path" in caplog.text
 
 
-# ---- a model that changes, or goes -----------------------------------------------------------------------------------
-
-
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 

@@ -408,12 +408,6 @@ def test_on_step_and_hooks_see_every_step() -> None:
     assert shapes == [(3, 40), *[(3, 1)] * 5]
 
 
-def test_a_kind_of_cache_without_native_code_runs_on_the_plain_path() -> None:
-    loop, native = pair()
-    expected = loop.generate_tokens(PROMPTS, 9, kv_cache="concat", **GREEDY)
-    assert native.generate_tokens(PROMPTS, 9, kv_cache="concat", **GREEDY) == expected
-
-
 # ---- between two tokens ----------------------------------------------------------------------------------------------
 
 
