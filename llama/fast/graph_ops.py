@@ -105,7 +105,6 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
-FUNCTIONS = ("qkv", "attend_project", "gate", "project", "head", "advance")
 PYTORCH = GraphOps("plain", qkv, attend_project, gate, project, head, advance)
 
 
@@ -142,5 +141,5 @@ class Compiled:
 
 def compiled(backend: str | Callable[..., Any]) -> GraphOps:
     """Return the functions of `PYTORCH`, each compiled by torch.compile."""
-    functions: dict[str, Any] = {name: Compiled(getattr(PYTORCH, name), backend) for name in FUNCTIONS}
+    functions: dict[str, Any] = {name: Compiled(getattr(PYTORCH, name), backend) for name in GraphOps._fields[1:]}
     return GraphOps("compiled", **functions)

@@ -59,7 +59,7 @@ class DecodeBuffers:
     (rows,), of the last step. draws: (rows,), the random numbers of the next step. numbers: those of the Settings.
     seen: (rows, vocab), the tokens of each row, for the repetition penalty. cos_sin: the first rows of the RopeTable,
     which may replace its own by a longer table. cache: static layers of (rows, slots). record: makes graphs. The last
-    slot belongs to no text. last: an event behind the latest launch.
+    slot belongs to no text. model: its description. last: an event behind the latest launch.
     """
 
     tokens: Tensor
@@ -72,6 +72,7 @@ class DecodeBuffers:
     cos_sin: tuple[Tensor, Tensor]
     cache: Cache
     record: "Recorder"
+    model: object = None
     graphs: dict[GraphKey, Replay] = field(default_factory=dict)
     last: torch.cuda.Event | None = None
 
@@ -140,7 +141,6 @@ class GraphRunner:
         self._buffers: DecodeBuffers | None = None
         self.in_use = Lock()  # acquired by the text that uses the buffers
         self._descriptions = Descriptions(_describe)
-        self._of: object = None  # the model's description when the buffers were made
         self._retired = False
         self._warn = WarnOnce(logger)
 
@@ -182,7 +182,7 @@ class GraphRunner:
     def may_step(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self._descriptions.of(model).description is self._of and caching_of(model)
+            same = self._descriptions.of(model).description is buffers.model and caching_of(model)
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
@@ -241,13 +241,14 @@ class GraphRunner:
             buffers is None
             or buffers.rows != rows
             or not slots <= buffers.slots <= 2 * slots
-            or self._of is not description
+            or buffers.model is not description
         ):
             buffers = self._buffers = None  # free their memory before allocating more
             buffers = new_buffers(model, rows, slots, cache, self._recorder(model.device))
+            buffers.model = description
         if buffers.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(buffers.last)
-        self._buffers, self._of = buffers, description
+        self._buffers = buffers
         return buffers
 
     def drop(self) -> None:
@@ -343,7 +344,7 @@ class GraphStepper(PlainStepper):
                 block.note(step)
             except Exception as error:  # a compiler, a capture or a driver may raise anything
                 self._put_back(block.draws)
-                runner.give_up(error, buffers.rows, buffers.slots)
+                runner.give_up(error, buffers.rows, request.longest)
                 return None
         runner.forwards += count
         block.send()

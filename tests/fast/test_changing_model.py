@@ -35,39 +35,22 @@ class ChangingModel(RuleBasedStateMachine):
         super().__init__()
         self.hooks: list[tuple[Any, Any]] = []
 
-    @initialize(
-        kind=st.sampled_from(KINDS),
-        heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
-        head_dim=st.sampled_from([32, 64]),
-        width=st.integers(1, 2),
-        n_layers=st.integers(1, 3),
-        tied_head=st.booleans(),
-        caching=st.booleans(),
-        kv_cache=st.sampled_from(["static", "paged"]),  # after one step, codes of quantised caches may differ
-    )
-    def make(
-        self,
-        kind: str,
-        heads: tuple[int, int],
-        head_dim: int,
-        width: int,
-        n_layers: int,
-        tied_head: bool,
-        caching: bool,
-        kv_cache: str,
-    ) -> None:
+    @initialize(data=st.data())
+    def make(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(KINDS))
+        heads = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]))
         args = tiny_args(
-            dim=32 * width,
-            n_layers=n_layers,
+            dim=32 * data.draw(st.integers(1, 2)),
+            n_layers=data.draw(st.integers(1, 3)),
             n_heads=heads[0],
             n_kv_heads=heads[1],
-            head_dim=head_dim,
+            head_dim=data.draw(st.sampled_from([32, 64])),
             multiple_of=32,
             vocab_size=VOCAB,
-            tied_head=tied_head,
+            tied_head=data.draw(st.booleans()),
             max_seq_len=LONGEST,
-            kv_caching=caching,
-            kv_cache=kv_cache,
+            kv_caching=data.draw(st.booleans()),
+            kv_cache=data.draw(st.sampled_from(["static", "paged"])),  # after one step, quantised codes may differ
         )
         self.plain, self.fast = twins(kind, args)
         self.coarse = "bf16" in kind

@@ -562,39 +562,33 @@ def test_a_later_recording_that_fails_keeps_the_tokens_and_the_draws(
     assert are_free(fast)
 
 
-@pytest.mark.parametrize("ends_a_capture", [False, True])
+@pytest.mark.parametrize("when", ["buffers are allocated", "a step is recorded", "a capture ends"])
 def test_a_graph_that_does_not_fit_is_reported_and_later_texts_try_again(
-    ends_a_capture: bool, caplog: pytest.LogCaptureFixture
+    when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, fast = twins()
     error: Exception = torch.OutOfMemoryError("CUDA out of memory")
-    if ends_a_capture:
+    if when == "a capture ends":
         error, error.__context__ = RuntimeError("the capture was invalidated"), error
-    full = type("Full", (Failing,), {"error": error})
-    fast.runner = GraphRunner(recorder=full)
-    for _ in range(2):
-        assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
-    assert caplog.messages == [
-        "fast: graphs for 3 rows of 32 positions do not fit into the GPU's memory; the plain path runs instead"
-    ]
-    assert ran(fast) == 0
-    full.records = 1
-    assert fast.generate_tokens([[1]], 9, **GREEDY) == plain.generate_tokens([[1]], 9, **GREEDY)
-    assert ran(fast) == 8
 
-
-def test_with_buffers_that_do_not_fit_the_plain_path_runs(caplog: pytest.LogCaptureFixture) -> None:
-    class Full(Recorder):
+    class Full(Failing):
         def __init__(self, device: torch.device) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            if when == "buffers are allocated" and not self.records:
+                raise error
+            super().__init__(device)
 
-    plain, fast = twins()
+    Full.error = error
     fast.runner = GraphRunner(recorder=Full)
     for _ in range(2):
         assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
-    assert len(caplog.messages) == 1
-    assert "do not fit into the GPU's memory; the plain path runs instead" in caplog.messages[0]
+    assert caplog.messages == [
+        "fast: graphs for 3 rows of 16 positions do not fit into the GPU's memory; the plain path runs instead"
+    ]
+    assert ran(fast) == 0
     assert are_free(fast)
+    Full.records = 1
+    assert fast.generate_tokens([[1]], 9, **GREEDY) == plain.generate_tokens([[1]], 9, **GREEDY)
+    assert ran(fast) == 8
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
