@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from llama.ops import without_cudnn
 from llama.sampling import Settings
 
 logger = logging.getLogger(__name__)
-Timed = TypeVar("Timed")
 
 # How far kernels may be from the modules, as a share of the largest logit: float32 sums have another order, and 16-bit
 # numbers are rounded in other places.
@@ -40,20 +38,19 @@ TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False)
 
 
-def fastest(candidates: Iterable[tuple[str, Timed]], trial: Callable[[Timed], float]) -> Timed | None:
+def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], float]) -> GraphOps | None:
     """Return the candidate whose trial took the least time, or None if all trials failed; log the outcome of each."""
-    best: tuple[float, Timed] | None = None
-    for name, candidate in candidates:
+    best: tuple[float, GraphOps] | None = None
+    for ops in candidates:
         try:
-            seconds = trial(candidate)
+            seconds = trial(ops)
         except Exception as why:  # a compiler, a capture or a driver may raise anything
-            logger.warning(
-                "fast: %s are not used: %s", name, why if isinstance(why, Unsupported) else short_message(why)
-            )
+            reason = why if isinstance(why, Unsupported) else short_message(why)
+            logger.warning("fast: %s kernels are not used: %s", ops.name, reason)
             continue
-        logger.info("fast: %s take %.3f ms", name, 1e3 * seconds)
+        logger.info("fast: %s kernels take %.3f ms", ops.name, 1e3 * seconds)
         if best is None or seconds < best[0]:
-            best = seconds, candidate
+            best = seconds, ops
     return None if best is None else best[1]
 
 

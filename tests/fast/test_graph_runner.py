@@ -245,15 +245,18 @@ def test_functions_that_cannot_be_compiled_are_not_used(
 
 
 def test_the_fastest_candidate_that_is_right_is_selected(caplog: pytest.LogCaptureFixture) -> None:
-    def trial(seconds: float) -> float:
-        if seconds < 2:
-            raise Unsupported(f"{seconds} is too little")
-        return seconds
+    seconds = {"slow": 3.0, "wrong": None, "fast": 2.0}
+    slow, wrong, fast = (graph_ops.PYTORCH._replace(name=name) for name in seconds)
+
+    def trial(ops: graph_ops.GraphOps) -> float:
+        if (took := seconds[ops.name]) is None:
+            raise Unsupported("its logits are wrong")
+        return took
 
     with caplog.at_level(logging.WARNING, "llama"):
-        assert fastest([("first", 3.0), ("second", 1.0), ("third", 2.0)], trial) == 2.0
-    assert caplog.messages == ["fast: second are not used: 1.0 is too little"]
-    assert fastest([("first", 1.0), ("second", 0.5)], trial) is None
+        assert fastest([slow, wrong, fast], trial) is fast
+    assert caplog.messages == ["fast: wrong kernels are not used: its logits are wrong"]
+    assert fastest([wrong], trial) is None
 
 
 def test_the_cached_twin_of_a_model_without_a_cache_uses_the_same_graphs(recordings: list[object]) -> None:
