@@ -49,7 +49,7 @@ def check_gpu(cell: Cell, *, part: str) -> dict[str, Any]:
     else:
         own = cell.but(dtype=part)
         source = find_model(own)
-        check_memory(own, source.args, source.device, held=0)
+        check_memory(own, source.args, source.device, stored=source.stored)
         claims = claims_of_model(own, uneven_model(source.args, source.dtype, source.device))
     return {"checks": [_checked(name, claim) for name, claim in claims]}
 

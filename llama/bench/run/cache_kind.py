@@ -38,7 +38,7 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     """Fill a cache up to each context, time the steps that reach it, and count its bytes."""
     source = find_model(cell)
     filled = cell.but(input_len=min(FED_AT_ONCE, max(contexts) - 1), output_len=1)
-    check_memory(filled, source.args, source.device, held=0, stored=source.stored)
+    check_memory(filled, source.args, source.device, stored=source.stored)
     model, ids = source.build(), encode_prompt(source.tokenizer, read_corpus())
     others, fast, rows = OtherLoad(), 0, list[Row]()
     others.start()
@@ -99,7 +99,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     source = find_model(cell)
     length, scored, greedy = plan["length"], plan["tokens"], plan["greedy_tokens"]
     uncached = cell.but(input_len=length - 1, output_len=1, kv_caching=False, logits="all")
-    check_memory(uncached, source.args, source.device, held=0, stored=source.stored)
+    check_memory(uncached, source.args, source.device, stored=source.stored)
     model, text = source.build(), encode_prompt(source.tokenizer, read_corpus())
     ids = text[:length]
     prompt_len, reference = length - scored, _reference(model, ids[:-1], scored)

@@ -156,18 +156,13 @@ def check_length(cell: Cell, max_seq_len: int) -> None:
         )
 
 
-def check_memory(
-    cell: Cell, args: ModelArgs, device: torch.device, *, held: int, stored: Mapping[str, int] | None = None
-) -> None:
-    """Raise ValueError if a cell is predicted to need more memory than is free.
-
-    `held` bytes of the prediction are allocated already; `stored` as in `layout_of`.
-    """
+def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, stored: Mapping[str, int] | None = None) -> None:
+    """Raise ValueError if a cell is predicted to need more memory than is free; `stored` as in `layout_of`."""
     predicted = predict(args, cell, workspace=workspace(device), stored=stored)
     free = available_memory(device)
     if free is not None and device.type != "cuda":
         free //= local_size()  # the other ranks of this host take as much
-    if free is not None and predicted.total - held > free:
+    if free is not None and predicted.total > free:
         lines = [line for line in make_ledger(args, cell, predicted, stored=stored) if line.get("counts")]
         parts = ", ".join(f"{line['name']} {size(line['predicted_bytes'])}" for line in lines)
         raise ValueError(

@@ -79,7 +79,7 @@ def make_cell(
     Cache.of(source.args, source.args.kv_cache)
     cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
     check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
+    check_memory(cell, source.args, source.device, stored=source.stored)
     return cell
 
 
@@ -151,7 +151,7 @@ def open_engine(cell: Cell) -> Opened:
     """Return the engine of a cell. Raises ValueError if it does not fit into the model's limits or into memory."""
     source = find_model(cell)
     check_length(cell, source.args.max_seq_len)
-    check_memory(cell, source.args, source.device, held=0, stored=source.stored)
+    check_memory(cell, source.args, source.device, stored=source.stored)
     before = resident_bytes()
     facts = {
         "name": cell.model,

@@ -88,7 +88,7 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     longest = cell.but(input_len=max(contexts), output_len=1)
     for kv_caching in (True, False):
         modes = longest.but(kv_caching=kv_caching)
-        check_memory(modes, source.args, source.device, held=0, stored=source.stored)
+        check_memory(modes, source.args, source.device, stored=source.stored)
     model, rows = source.build(), list[Row]()
     for kv_caching in (True, False):
         rows += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
