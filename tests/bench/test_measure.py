@@ -17,7 +17,7 @@ from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
-from llama.bench.run.models import find_model, random_model, settled
+from llama.bench.run.models import Opened, find_model, random_model, settled
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
@@ -39,7 +39,11 @@ def engine_for(cell: Cell, **changes: Any) -> LlamaEngine:
 
 
 def measured(cell: Cell, **changes: Any) -> list[Row]:
-    return measure(cell, engine_for(cell, **changes), device=CPU)
+    return run_once(cell, engine_for(cell, **changes))
+
+
+def run_once(cell: Cell, engine: LlamaEngine, *, trace: bool = True) -> list[Row]:
+    return measure(cell, Opened(engine, {"weights": "checkpoint"}), trace=trace)
 
 
 def line(rows: Sequence[Row], name: str) -> tuple[int, int | None]:
@@ -71,7 +75,7 @@ def test_a_cell_counts_its_tokens_steps_and_bytes_exactly(kv_caching: bool) -> N
 def test_a_cell_in_exact_mode_says_so(tmp_path: Path) -> None:
     cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
     engine = LlamaEngine(find_model(cell).build(), Bytes())
-    rows = measure(cell, engine, device=CPU)
+    rows = run_once(cell, engine)
     assert engine.model.exact
     assert rows[0]["path"] == "exact"
     assert violated(rows) == []
@@ -109,14 +113,14 @@ def built(cell: Cell) -> LlamaEngine:
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_fast_cell_reports_that_native_code_ran(native_sized: str, kv_caching: bool, quantize: str | None) -> None:
     cell = CELL.but(model=native_sized, kv_caching=kv_caching, fast=True, quantize=quantize)
-    rows = measure(cell, built(cell), device=CPU)
+    rows = run_once(cell, built(cell))
     assert rows[0]["path"] == ("native, int8 weights" if quantize else "native")
     assert violated(rows) == []
     assert next(row["detail"] for row in rows if row.get("name") == "fast step").startswith(
         "asked for; 5 of 5 forwards"
     )
     assert "the fast step takes a workspace" in notes(rows)
-    plain = measure(cell.but(fast=False), built(cell.but(fast=False)), device=CPU)
+    plain = run_once(cell.but(fast=False), built(cell.but(fast=False)))
     assert plain[0]["path"] == ("plain, int8 weights" if quantize else "plain")
     assert [line(rows, name) for name in ("weights", "KV cache")] == [
         line(plain, name) for name in ("weights", "KV cache")
@@ -135,7 +139,7 @@ def test_native_code_is_compiled_when_the_model_is_built_and_never_while_the_clo
     compiled = {path: path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()}
     assert any(path.suffix == ".so" for path in compiled)
     monkeypatch.setenv("CXX", "false")  # from here on nothing can be compiled
-    rows = measure(cell, engine, device=CPU)
+    rows = run_once(cell, engine)
     assert rows[0]["path"] == "native"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()} == compiled
 
@@ -174,7 +178,7 @@ def test_steps_that_run_ahead_of_the_loop_are_seen_too() -> None:
     assert len(run.token_times) == 5
     assert sorted([run.started, *run.token_times]) == [run.started, *run.token_times]
     assert (run.path, run.fast_forwards, run.fast_wanted) == ("CUDA graphs of plain kernels", 4, 4)
-    rows = measure(cell, engine, device=CPU, trace=False)
+    rows = run_once(cell, engine, trace=False)
     assert not violated(rows)
     assert "asked for; 4 of 5 forwards ran by it, the prompt by the plain path" in str(rows)
     off = engine.run(prompts, 5, kv_caching=False)
@@ -223,11 +227,11 @@ def test_a_partly_native_run_names_both_paths(native_sized: str) -> None:
 
     assert isinstance(step, NativeRunner)
     engine.model.runner = Tiring(step._folder)
-    rows = measure(cell, engine, device=CPU, trace=False)  # two forwards warm up, and five are measured
+    rows = run_once(cell, engine, trace=False)  # two forwards warm up, and five are measured
     assert rows[0]["path"] == "native"
     engine.model.runner = Tiring(step._folder)
     engine.model.runner.forwards = 3
-    rows = measure(cell, engine, device=CPU, trace=False)
+    rows = run_once(cell, engine, trace=False)
     assert rows[0]["path"] == "native and plain"
     (point,) = violated(rows)
     assert point["detail"] == "asked for; 2 of 5 forwards ran by it, the others by the plain path"
@@ -239,7 +243,7 @@ def test_the_ledger_of_int8_weights_is_that_of_the_tensors(tied_head: bool) -> N
     args = tiny_args(**sizes, tied_head=tied_head)
     cell = CELL.but(quantize="int8", dtype="bf16")
     model = random_model(args, dtype=torch.bfloat16, device=CPU, quantize="int8")
-    rows = measure(cell, LlamaEngine(model, Bytes()), device=CPU)
+    rows = run_once(cell, LlamaEngine(model, Bytes()))
     held = costs.weights_bytes(args, itemsize=2, quantize="int8")
     head = 0 if tied_head else 64 * 64 * 9 // 8  # 50 words in panels of 16
     assert line(rows, "weights") == (held - head, held - head)
@@ -316,7 +320,7 @@ def test_the_predicted_peak_is_that_of_cuda(kv_caching: bool, logits: Literal["l
     model = random_model(args, dtype=torch.bfloat16, device=torch.device("cuda"))
     sizes = {"batch_size": 16, "input_len": 256, "output_len": 4}
     cell = Cell(**sizes, kv_caching=kv_caching, logits=logits, dtype="bf16", device="cuda")
-    rows = measure(cell, LlamaEngine(model, Bytes(), logits=logits), device=torch.device("cuda"))
+    rows = run_once(cell, LlamaEngine(model, Bytes(), logits=logits))
     predicted, peak = line(rows, "peak")
     assert peak == pytest.approx(predicted, rel=0.02)
 
@@ -344,11 +348,11 @@ def test_without_a_trace_a_cell_is_run_once_behind_its_warm_up_and_has_no_ledger
         runs.append(options["steps"])
         return options
 
-    rows = measure(CELL, Faulty(count), device=CPU, trace=False)
+    rows = run_once(CELL, Faulty(count), trace=False)
     assert runs == [2, None]
     assert "tensor_peak_bytes" not in rows[0]
     assert not any(row["figures"] == "memory" for row in rows)
-    measure(CELL, Faulty(count), device=CPU, trace=True)
+    run_once(CELL, Faulty(count), trace=True)
     assert runs[2:] == [2, None, 2]
 
 
@@ -385,7 +389,7 @@ def warmed_with_another_shape(**options: Any) -> dict[str, Any]:
 
 
 def faults_of(engine: LlamaEngine, cell: Cell = CELL) -> set[str]:
-    return {row["name"] for row in violated(measure(cell, engine, device=CPU))}
+    return {row["name"] for row in violated(run_once(cell, engine))}
 
 
 @pytest.mark.parametrize(
@@ -515,7 +519,7 @@ def test_an_engine_is_named_with_its_modes() -> None:
 def test_a_text_is_the_prompt_of_every_row_and_its_length_is_counted() -> None:
     engine = engine_for(CELL, vocab_size=258)
     cell = settled(CELL.but(text="abc"), engine.encode)
-    rows = measure(cell, engine, device=CPU)
+    rows = run_once(cell, engine)
     assert "3 x 4 in" in next(row["detail"] for row in rows if row.get("name") == "tokens")  # BOS and three bytes
     assert rows[0]["ids"][0] == rows[0]["ids"][1] == rows[0]["ids"][2]
     assert violated(rows) == []

@@ -23,28 +23,19 @@ from llama.bench.run.memory_ledger import (
     reserved_cache_bytes,
     workspace,
 )
-from llama.bench.run.models import Source
+from llama.bench.run.models import Opened, Source
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import Row
 from llama.costs import forward_flops, forwards, parameters, step_bytes
 from llama.host.cores import OtherLoad
 
 
-def measure(
-    cell: Cell,
-    engine: Engine,
-    *,
-    device: torch.device,
-    weights: str = "checkpoint",
-    resident_before_model: int | None = None,
-    trace: bool = True,
-    stored: Mapping[str, int] | None = None,
-) -> list[Row]:
+def measure(cell: Cell, opened: Opened, *, trace: bool = True) -> list[Row]:
     """Measure a cell once and return its row, its checks, and, with `trace`, its memory ledger.
 
-    `stored`: the bytes that each matrix should take, if the weights are those of a .gguf file. `trace` also measures
-    the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
+    `trace` also measures the peak of tensors on a CPU, in a second, untimed run of the largest forwards.
     """
+    engine, device = opened.engine, torch.device(cell.device)
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
@@ -56,13 +47,14 @@ def measure(
     if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
         traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
         row["tensor_peak_bytes"] = [(engine.weights_bytes or 0) + traced]
-    row |= {"figures": "cell", "error": None, "notes": notes(cell, weights=weights), "path": run.path or engine.path}
+    row |= {"figures": "cell", "error": None, "path": run.path or engine.path}
+    row["notes"] = notes(cell, weights=opened.facts["weights"])
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
     row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
-    row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=stored)
+    row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=opened.stored)
     rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen)]
     if trace and isinstance(engine, LlamaEngine):
-        rows += _ledger(cell, engine, run, row, device, resident_before_model, stored)
+        rows += _ledger(cell, opened, engine, run, row)
     return rows
 
 
@@ -109,7 +101,7 @@ def make_work(
     """Return the work of a cell on any machine: tokens, FLOPs and bytes that must be read, over all rows and forwards.
 
     `weights`: the bytes of a peer's weights, which only the peer knows if it has quantized them. `stored` as in
-    `measure`.
+    `layout_of`.
     """
     layout = layout_of(cell, stored)
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
@@ -137,24 +129,16 @@ def make_work(
     }
 
 
-def _ledger(
-    cell: Cell,
-    engine: LlamaEngine,
-    run: Run,
-    row: Row,
-    device: torch.device,
-    resident_before_model: int | None,
-    stored: Mapping[str, int] | None,
-) -> list[Row]:
+def _ledger(cell: Cell, opened: Opened, engine: LlamaEngine, run: Run, row: Row) -> list[Row]:
     """Return the ledger of a cell, with the resident memory of the process on a CPU."""
     peaks, residents = row.get("tensor_peak_bytes"), row.get("resident_peak_bytes")
-    resident = None
-    if device.type == "cpu" and resident_before_model is not None and residents:
-        resident = resident_before_model, residents[0]
+    device, resident = torch.device(cell.device), None
+    if device.type == "cpu" and opened.resident_before is not None and residents:
+        resident = opened.resident_before, residents[0]
     measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
     head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
-    predicted = predict(engine.model.args, cell, workspace=workspace(device), stored=stored)
-    at_end = _cache_at_end(engine.model.args, cell)
+    predicted = predict(engine.args, cell, workspace=workspace(device), stored=opened.stored)
+    at_end = _cache_at_end(engine.args, cell)
     measured = Measured(
         weights=engine.weights_bytes,
         head=0 if head is embedding else head.nbytes,
@@ -164,7 +148,7 @@ def _ledger(
         measured_by=measured_by if peaks else "not measured",
         resident=resident,
     )
-    return make_ledger(engine.model.args, cell, predicted, measured, stored=stored)
+    return make_ledger(engine.args, cell, predicted, measured, stored=opened.stored)
 
 
 def _cache_at_end(args: ModelArgs, cell: Cell) -> int:

@@ -143,7 +143,7 @@ class Opened(NamedTuple):
 
     engine: Engine
     facts: dict[str, Any]
-    resident_before: int | None
+    resident_before: int | None = None
     stored: Mapping[str, int] | None = None
 
 

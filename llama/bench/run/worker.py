@@ -40,18 +40,10 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
     warnings = BufferingHandler(capacity=1000)  # such as why the fast step cannot run
     warnings.setLevel(logging.WARNING)
     logging.getLogger("llama").addHandler(warnings)
-    engine, facts, before, stored = open_engine(cell)
-    row, *others = measure(
-        cell,
-        engine,
-        device=device,
-        weights=facts["weights"],
-        resident_before_model=before,
-        trace=trace,
-        stored=stored,
-    )
+    opened = open_engine(cell)
+    row, *others = measure(cell, opened, trace=trace)
     row["notes"] += [one.getMessage() for one in warnings.buffer]
-    done = {"rows": [row, *others], "model": facts, "environment": environment(device)}
+    done = {"rows": [row, *others], "model": opened.facts, "environment": environment(device)}
     # The ceilings are measured next to every repetition; those of one process say nothing of several.
     return done if cell.ranks > 1 else {**done, "ceilings": ceilings(device, DTYPES[cell.dtype], seconds=1.0)}
 
