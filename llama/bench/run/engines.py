@@ -1,6 +1,7 @@
-"""The benchmark's protocol of an engine, and our own engine: greedy runs of a fixed length, and what was observed."""
+"""The base class of engines, and our own engine: greedy runs of a fixed length, and what was observed."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -44,15 +45,14 @@ class Run:
     fast_wanted: int | None = None
 
 
-class Engine(Protocol):
-    """What is measured. `path` names what executes a forward, if a run does not show it."""
+class Engine(ABC):
+    """What is measured: a model of the sizes `args`. `path` names what executes a forward, if a run does not show it."""
 
-    path: str
-    args: ModelArgs
-    vocab_size: int
-    max_seq_len: int
-    weights_bytes: int | None
+    def __init__(self, args: ModelArgs, tokenizer: TextCodec, *, path: str, weights_bytes: int) -> None:
+        self.args, self.path, self.weights_bytes = args, path, weights_bytes
+        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
+    @abstractmethod
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
@@ -60,14 +60,10 @@ class Engine(Protocol):
 
         With `steps`, stop after so many forwards, with memory reserved for all: a warm-up.
         """
-        ...
 
+    @abstractmethod
     def conversation(self, length: int, *, kv_caching: bool) -> "Conversation":
         """Return an empty text of up to `length` tokens, whose cache the engine keeps between calls."""
-        ...
-
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class Conversation(Protocol):
@@ -130,16 +126,13 @@ def ask_cache(run: Run, cache: Cache | None) -> None:
     run.cache_length = None if cache is None else cache.layers[0].slots
 
 
-class LlamaEngine:
+class LlamaEngine(Engine):
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
+        path, weights = path_of(model, fast=0, all=0), stored_weight_bytes(model)
+        super().__init__(model.args, tokenizer, path=path, weights_bytes=weights)
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
-        self.path = path_of(model, fast=0, all=0)
-        self.args = model.args
-        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
-        self.weights_bytes: int | None = stored_weight_bytes(model)
-        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None

@@ -1,4 +1,4 @@
-"""llama.cpp behind the benchmark's protocol, by its C interface, with the weights of our model or of a file."""
+"""llama.cpp as an engine of the benchmark, by its C interface, with the weights of our model or of a file."""
 
 import ctypes
 import sys
@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import SCORED, Run, cached_prefix
+from llama.bench.run.engines import SCORED, Engine, Run, cached_prefix
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
 from llama.request import make_request
-from llama.streaming import TextCodec, encode_prompt
+from llama.streaming import TextCodec
 
 # llama.cpp's names of weights in int8 and int4, with their numbers of enum llama_ftype.
 _GGML_QUANTIZED = {"int8": ("Q8_0", 7), "int4": ("Q4_0", 2)}
@@ -29,14 +29,12 @@ _UBATCH = 2048  # tokens that are computed at a time; with 512, its default, a p
 _GGML_LOG_ERROR = 4  # of enum ggml_log_level
 
 
-class LlamaCppEngine:
+class LlamaCppEngine(Engine):
     """llama.cpp on the CPU: all rows in one batch, and logits only where they are used.
 
     Its cache has the dtype of the weights, as ours does; beside quantized weights it has fp16, its default. It does not
     report the bytes of its cache and its logits.
     """
-
-    max_batch_size = None  # no limit of rows, for `make_request`
 
     def __init__(
         self,
@@ -56,12 +54,9 @@ class LlamaCppEngine:
         resources.callback(self.api.llama_model_free, self._pointer)
         self._finalizer = weakref.finalize(self, resources.close)
         self._cache_type = _GGML_TYPES[cache]
-        self.path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
-        self.path += f", {weights} weights, fp16 cache" if weights else ""
-        self.args = args
-        self.vocab_size, self.max_seq_len = args.vocab_size, args.max_seq_len
-        self.weights_bytes: int | None = self.api.llama_model_size(self._pointer)
-        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
+        path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
+        path += f", {weights} weights, fp16 cache" if weights else ""
+        super().__init__(args, tokenizer, path=path, weights_bytes=self.api.llama_model_size(self._pointer))
 
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
@@ -97,7 +92,7 @@ class LlamaCppEngine:
         if not self._finalizer.alive:
             raise ValueError("this engine was closed; make a new one")
         _check_cached(kv_caching)
-        request = make_request(self, kv_caching, prompts, output_len, (), {})
+        request = make_request(self.args, kv_caching, prompts, output_len, (), {})
         run = Run(fed=[], ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
         # The context is made before the clock starts, because it also plans every kind of batch. This clears its cache
@@ -144,7 +139,7 @@ class LlamaCppEngine:
         code = self.api.llama_decode(context, batch)
         if code != 0:
             raise RuntimeError(f"llama_decode ended with code {code}; llama.cpp's message is on stderr")
-        vector = ctypes.POINTER(ctypes.c_float * self.vocab_size)
+        vector = ctypes.POINTER(ctypes.c_float * self.args.vocab_size)
         logits = [ctypes.cast(self.api.llama_get_logits_ith(context, end), vector).contents for end in asked]
         return [int(torch.frombuffer(each, dtype=torch.float32).argmax()) for each in logits]
 

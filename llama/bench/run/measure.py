@@ -46,13 +46,13 @@ def measure(cell: Cell, opened: Opened, *, trace: bool = True) -> list[Row]:
     row = times_of(run, load.stop(), peak.stop())
     if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
         traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
-        row["tensor_peak_bytes"] = [(engine.weights_bytes or 0) + traced]
+        row["tensor_peak_bytes"] = [engine.weights_bytes + traced]
     row |= {"figures": "cell", "error": None, "path": run.path or engine.path}
     row["notes"] = notes(cell, weights=opened.facts["weights"])
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
     row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
     row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=opened.stored)
-    rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.max_seq_len, reset_seen=peak.reset_seen)]
+    rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.args.max_seq_len, reset_seen=peak.reset_seen)]
     if trace and isinstance(engine, LlamaEngine):
         rows += _ledger(cell, opened, engine, run, row)
     return rows
@@ -78,7 +78,7 @@ def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
     if cell.text is not None:
         return [engine.encode(cell.text)] * cell.batch_size
     stream, size = torch.Generator().manual_seed(cell.seed), (cell.batch_size, cell.input_len)
-    ids: list[list[int]] = torch.randint(engine.vocab_size, size, generator=stream).tolist()
+    ids: list[list[int]] = torch.randint(engine.args.vocab_size, size, generator=stream).tolist()
     return ids
 
 

@@ -1,26 +1,23 @@
-"""transformers behind the benchmark's protocol, with the weights of our model."""
+"""transformers as an engine of the benchmark, with the weights of our model."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.bench.run.engines import Run, cached_prefix, hooked, stored_weight_bytes
+from llama.bench.run.engines import Engine, Run, cached_prefix, hooked, stored_weight_bytes
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
 from llama.request import make_request
-from llama.streaming import TextCodec, encode_prompt
+from llama.streaming import TextCodec
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """transformers' `generate` with its defaults: eager, with its default attention and its default cache."""
-
-    max_batch_size = None  # no limit of rows, for `make_request`
 
     def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
         """Make an engine that shares the memory of the model's weights, except those of wq and wk."""
@@ -38,17 +35,14 @@ class TransformersEngine:
         # The ends and the sampling of a checkpoint's file must not end a row early.
         twin.generation_config = transformers.GenerationConfig(pad_token_id=0)
         self.model: Any = twin.eval()
-        self.args = model.args
-        self.path = f"transformers {transformers.__version__} eager, {config._attn_implementation}"
-        self.vocab_size, self.max_seq_len = model.args.vocab_size, model.args.max_seq_len
-        self.weights_bytes: int | None = stored_weight_bytes(twin)
-        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
+        path = f"transformers {transformers.__version__} eager, {config._attn_implementation}"
+        super().__init__(model.args, tokenizer, path=path, weights_bytes=stored_weight_bytes(twin))
 
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
         """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` reserve nothing."""
-        make_request(self, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
+        make_request(self.args, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
         count = min(steps or output_len, output_len)
         run = Run(fed=[], cache_bytes=0, cache_length=0, logits_bytes=0)
         clock = _Clock()

@@ -69,7 +69,7 @@ def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
 
     prefill, step = steps_of(prompts[:1])
     many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else step  # short: a step reads all weights
-    timed = {"max_seq_len": engine.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
+    timed = {"max_seq_len": engine.args.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
     timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": many}
     return {"model": facts, "timed": timed}
 
