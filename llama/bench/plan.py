@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell, rounding_of
@@ -22,10 +23,10 @@ from llama.bench.compare import (
 )
 from llama.bench.noise import judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
-from llama.bench.report.files import keep_steps, steps_of
+from llama.bench.report.files import keep_steps, steps_of, write_json
 from llama.bench.report.findings import findings
 from llama.bench.report.tables import comparison_words
-from llama.bench.run.directory import RunDirectory
+from llama.bench.run.directory import RESULTS
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_rows
 from llama.bench.run.models import find_model
@@ -45,10 +46,9 @@ class OverBudgetError(Exception):
 class Run:
     """A run of a preset: its report and folder, how long it may take, and how long each job took or should take."""
 
-    def __init__(self, directory: RunDirectory, progress: Any, *, watched: Cell | None = None) -> None:
+    def __init__(self, folder: Path, report: Report, progress: Any, *, watched: Cell | None = None) -> None:
         """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of `watched`."""
-        self.directory, self.progress, self.watched = directory, progress, watched
-        self.report: Report = directory.report
+        self.folder, self.report, self.progress, self.watched = folder, report, progress, watched
         self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
         self.began = time.monotonic()
         self.calibration: Calibration
@@ -113,7 +113,7 @@ class Run:
         options = {"rows": rows if report["preset"] == "table" else 1}
         found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
         report["model"], self.calibration = found["model"], Calibration(**found["timed"])
-        self.directory.save()
+        self._save()
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
         again = sum(self.expected(group) for group in self._groups() if group.repeats)
@@ -133,7 +133,7 @@ class Run:
         """Yield the groups of the preset, and after the first one the recording for the page, so that it finds time."""
         groups = GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
         yield next(groups)
-        if self.watched is not None and steps_of(self.directory.folder) is None:
+        if self.watched is not None and steps_of(self.folder) is None:
             yield Group((self._recording(self.watched),))
         yield from groups
 
@@ -191,13 +191,13 @@ class Run:
                 found_of.append((job, found))
         for job, found in found_of:
             if "page" in found:
-                keep_steps(self.directory.folder, found["page"])
+                keep_steps(self.folder, found["page"])
             add_result(self.report, found, job.place)
             self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
         for job, why in errors:
             self._note_error(job, why)
         judge_noise(self.report)
-        self.directory.save()
+        self._save()
         return True
 
     def _note_error(self, job: Job, why: str) -> None:
@@ -208,6 +208,9 @@ class Run:
             add_note(self.report, job.place, f"a repetition failed: {why}")
         else:
             cell_row(self.report, job.place)["error"] = why
+
+    def _save(self) -> None:
+        write_json(self.report, self.folder / RESULTS)
 
     # ---- after the measurements --------------------------------------------------------------------------------------
 
@@ -233,7 +236,7 @@ class Run:
         if over >= 1:
             words = f"The run passed its budget of {report['budget_minutes']:g} minutes by {duration(over)}"
             report["reading"].append(f"{words}: jobs took longer than predicted.")
-        self.directory.save()
+        self._save()
 
     def _predict(self) -> None:
         """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""

@@ -247,25 +247,24 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     from llama.bench.plan import Run
     from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
-    from llama.bench.run.directory import new_run_directory, resumed_run_directory
+    from llama.bench.run.directory import new_run, resumed_run
     from llama.cli.progress import seconds_bar
 
-    directory = (resumed_run_directory if flags.resume else new_run_directory)(Path(flags.out), report)
-    report = directory.report
-    console.say(f"everything goes into {directory.folder}")
+    folder, report = (resumed_run if flags.resume else new_run)(Path(flags.out), report)
+    console.say(f"everything goes into {folder}")
     if cell.device == "cpu":
         cores.choose_threads(console.say, known=report["environment"].get("threads"))
     by_default = cell.model == "demo" and cell.ranks == 1
     watched = cell if (by_default if flags.page_watch is None else flags.page_watch) else None
     bar = seconds_bar()
     try:
-        Run(directory, bar, watched=watched).run()
+        Run(folder, report, bar, watched=watched).run()
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume continues")
         return console.exit_code(stop)
     finally:
         bar.close()
-        files = write_report(report, directory.folder)
+        files = write_report(report, folder)
     if json_path is not None:
         write_json(report, json_path)
     console.put(

@@ -19,7 +19,7 @@ from llama.bench.cell import Cell
 from llama.bench.plan import Run, duration
 from llama.bench.presets import Group, Job, plan_report
 from llama.bench.run import worker
-from llama.bench.run.directory import RunDirectory, new_run_directory, resumed_run_directory
+from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, is_measured, merge, new_report, rows_of
 from llama.cli import benchmark_inference as script
@@ -147,7 +147,7 @@ class World:
 
 def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False) -> Report:
     report = plan_report("table", base, engines=engines, kinds=[], budget=minutes)
-    run = Run(RunDirectory(out, report), seconds_bar(), watched=base if watched else None)
+    run = Run(out, report, seconds_bar(), watched=base if watched else None)
     run.run()
     return report
 
@@ -193,7 +193,7 @@ def test_an_engine_that_is_slower_than_predicted_corrects_the_expectation_of_its
 ) -> None:
     world = World(monkeypatch, lambda job: 3.0 if not job.cell.kv_caching else 0.5)
     report = plan_report("table", base, engines=[], kinds=[], budget=60)
-    run = Run(RunDirectory(tmp_path, report), seconds_bar())
+    run = Run(tmp_path, report, seconds_bar())
     run._begin()
     on, off = next(run._groups()).jobs
     later = [*run._groups()][1]
@@ -211,7 +211,7 @@ def test_predicted_times_follow_the_pace_of_the_largest_measured_batch_of_the_sa
 ) -> None:
     World(monkeypatch, lambda job: 1.0)
     report = plan_report("table", base, engines=["transformers"], kinds=[], budget=60)
-    run = Run(RunDirectory(tmp_path, report), seconds_bar())
+    run = Run(tmp_path, report, seconds_bar())
     run._begin()
     cells = [Cell(**cell) for cell in report["cells"]]
     predicted = [sum(run.calibration.of_forwards(cell)) for cell in cells]
@@ -305,25 +305,25 @@ def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here
 def test_only_a_run_of_the_same_cells_and_this_schema_is_resumed(base: Cell, tmp_path: Path) -> None:
     asked = plan_report("table", base, engines=[], kinds=[], budget=1)
     with pytest.raises(ValueError, match="nothing to resume"):
-        resumed_run_directory(tmp_path, asked)
-    directory, *others = (new_run_directory(tmp_path, asked) for _ in range(5))
+        resumed_run(tmp_path, asked)
+    (folder, _), *others = (new_run(tmp_path, asked) for _ in range(5))
     other = plan_report("table", base.but(output_len=5), engines=[], kinds=[], budget=1)
     with pytest.raises(ValueError, match="nothing to resume"):
-        resumed_run_directory(tmp_path, other)
+        resumed_run(tmp_path, other)
     kept = json.dumps(asked)
     contents = [kept[: len(kept) // 2], "[]", "null", json.dumps({**asked, "schema": "of next year"})]
-    for broken, content in zip(others, contents, strict=True):
-        (broken.folder / "results.json").write_text(content)
-    assert resumed_run_directory(tmp_path, asked).folder == directory.folder
+    for (broken, _), content in zip(others, contents, strict=True):
+        (broken / "results.json").write_text(content)
+    assert resumed_run(tmp_path, asked)[0] == folder
 
 
 def test_runs_of_one_day_do_not_overwrite_each_other_nor_a_file(base: Cell, tmp_path: Path) -> None:
-    first, second = (new_run_directory(tmp_path, new_report("table", [base])) for _ in range(2))
-    assert first.folder.name.endswith("-tiny-table")
-    assert second.folder.name == f"{first.folder.name}-2"
+    (first, _), (second, _) = (new_run(tmp_path, new_report("table", [base])) for _ in range(2))
+    assert first.name.endswith("-tiny-table")
+    assert second.name == f"{first.name}-2"
     (tmp_path / "out").touch()
     with pytest.raises((FileExistsError, NotADirectoryError)):
-        new_run_directory(tmp_path / "out", new_report("table", [base]))
+        new_run(tmp_path / "out", new_report("table", [base]))
 
 
 def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_resumed(

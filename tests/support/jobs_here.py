@@ -11,7 +11,7 @@ from llama.bench import compare, plan, presets, single
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
 from llama.bench.run import worker
-from llama.bench.run.directory import new_run_directory, resumed_run_directory
+from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.schema import Report
 from llama.cli.progress import seconds_bar
 
@@ -52,5 +52,4 @@ def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str]
 
 def run_of(report: Report, out: Path, *, resume: bool = False) -> Run:
     """Return a run of a preset's report under `out`, or of the newest one there, which continues."""
-    directory = resumed_run_directory(out, report) if resume else new_run_directory(out, report)
-    return Run(directory, seconds_bar())
+    return Run(*(resumed_run if resume else new_run)(out, report), seconds_bar())

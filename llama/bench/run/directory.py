@@ -12,22 +12,11 @@ from llama.bench.schema import SCHEMA, Report, rows_of
 RESULTS = "results.json"
 
 
-class RunDirectory:
-    """A report and its folder."""
-
-    def __init__(self, folder: Path, report: Report) -> None:
-        self.folder, self.report = folder, report
-
-    def save(self) -> None:
-        """Write the report as results.json."""
-        write_json(self.report, self.folder / RESULTS)
-
-
-def new_run_directory(out: Path, report: Report) -> RunDirectory:
-    """Make a folder for a report, named with date, model and preset."""
-    directory = RunDirectory(make_folder(out, _kind(report)), report)
-    directory.save()
-    return directory
+def new_run(out: Path, report: Report) -> tuple[Path, Report]:
+    """Make a folder for a report, named with date, model and preset; return both."""
+    folder = make_folder(out, _kind(report))
+    write_json(report, folder / RESULTS)
+    return folder, report
 
 
 def make_folder(out: Path, name: str) -> Path:
@@ -48,8 +37,8 @@ def make_folder(out: Path, name: str) -> Path:
     raise ValueError(f"{out} has a thousand runs of today; give another --out")
 
 
-def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
-    """Return the newest directory under `out` that measures the same cells. Raises ValueError if there is none."""
+def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
+    """Return the newest folder under `out` that measures the same cells, and its report, or raise ValueError."""
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         kept = _read(path)
@@ -57,7 +46,7 @@ def resumed_run_directory(out: Path, report: Report) -> RunDirectory:
             kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for row in rows_of(kept, "cell"):
                 row["error"] = None  # what died is tried again
-            return RunDirectory(path.parent, kept)
+            return path.parent, kept
     raise ValueError(
         f"nothing to resume: {out} has no run of this preset with these cells "
         f"({len(found)} of this model were found); run it without --resume"

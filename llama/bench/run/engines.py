@@ -46,7 +46,7 @@ class Run:
 
 
 class Engine(ABC):
-    """What is measured: a model of the sizes `args`. `path` names what executes a forward, if a run does not show it."""
+    """A model of the sizes `args` that is measured. `path` names what executes a forward, if a run does not show it."""
 
     def __init__(self, args: ModelArgs, tokenizer: TextCodec, *, path: str, weights_bytes: int) -> None:
         self.args, self.path, self.weights_bytes = args, path, weights_bytes
