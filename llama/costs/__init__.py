@@ -177,6 +177,7 @@ class PeakMemory:
 
     forward: int
     weights: int
+    head: int  # of the weights; a tied head is the embedding
     cache: int
     logits: int  # as returned, in float32 or wider
     narrow_logits: int  # the same before they are widened, if the model computes in 16 bits
@@ -235,6 +236,7 @@ def peak_memory(
         return PeakMemory(
             forward=forward,
             weights=weights_bytes(own, itemsize=itemsize, quantize=quantize),
+            head=head_bytes(own, itemsize=itemsize, quantize=quantize),
             cache=cache_after(input_len + forward) if kv_caching else 0,
             logits=logits,
             narrow_logits=narrow,

@@ -13,10 +13,10 @@ from llama.bench.cell import Cell
 from llama.bench.run import memory_ledger
 from llama.bench.run.memory_ledger import (
     Measured,
+    cache_of,
     check_length,
     check_memory,
     make_ledger,
-    position_bytes,
     predict,
     workspace,
 )
@@ -166,13 +166,16 @@ def test_a_kind_that_copies_what_it_returns_is_noted_at_the_activations_alone(
 
 
 def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values() -> None:
-    args = tiny_args(kv_cache="static")
+    def position_bytes(kind: str, cell: Cell) -> int:
+        return cache_of(tiny_args(kv_cache=kind), cell).position_bytes(cell.cache_itemsize)
+
+    args = tiny_args()
     one = 2 * args.n_layers * args.n_kv_heads * args.head_dim
-    assert position_bytes(args, Cell()) == 4 * one
-    assert position_bytes(args, Cell(dtype="bf16")) == 2 * one
-    assert position_bytes(args, Cell(engine="llama.cpp", quantize="int8")) == 2 * one
-    assert position_bytes(tiny_args(kv_cache="int8"), Cell(engine="transformers")) == 4 * one
-    assert position_bytes(tiny_args(kv_cache="int8"), Cell()) < 4 * one
+    assert position_bytes("static", Cell()) == 4 * one
+    assert position_bytes("static", Cell(dtype="bf16")) == 2 * one
+    assert position_bytes("static", Cell(engine="llama.cpp", quantize="int8")) == 2 * one
+    assert position_bytes("int8", Cell(engine="transformers")) == 4 * one
+    assert position_bytes("int8", Cell()) < 4 * one
 
 
 def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_rejected() -> None:

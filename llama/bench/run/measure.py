@@ -18,7 +18,6 @@ from llama.bench.run.memory_ledger import (
     cache_of,
     layout_of,
     make_ledger,
-    position_bytes,
     predict,
     reserved_cache_bytes,
     workspace,
@@ -70,7 +69,7 @@ def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: s
     predicted = predict(source.args, cell, workspace=workspace(source.device), stored=source.stored)
     row |= {"weights_bytes": predicted.weights, "tensor_peak_bytes": [predicted.total]}
     row |= {"cache_bytes": _cache_at_end(source.args, cell), **make_work(cell, source.args, stored=source.stored)}
-    return [row, *make_ledger(source.args, cell, predicted, stored=source.stored)]
+    return [row, *make_ledger(source.args, cell, predicted)]
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
@@ -105,7 +104,8 @@ def make_work(
     """
     layout = layout_of(cell, stored)
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-    bound, per_position = cache_of(args, cell).bound, position_bytes(args, cell)
+    cache = cache_of(args, cell)
+    bound, per_position = cache.bound, cache.position_bytes(cell.cache_itemsize)
 
     def flops(start_pos: int, seqlen: int) -> int:
         scored = seqlen if cell.logits == "all" else 1
@@ -148,7 +148,7 @@ def _ledger(cell: Cell, opened: Opened, engine: LlamaEngine, run: Run, row: Row)
         measured_by=measured_by if peaks else "not measured",
         resident=resident,
     )
-    return make_ledger(engine.args, cell, predicted, measured, stored=opened.stored)
+    return make_ledger(engine.args, cell, predicted, measured)
 
 
 def _cache_at_end(args: ModelArgs, cell: Cell) -> int:

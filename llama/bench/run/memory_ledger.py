@@ -13,7 +13,7 @@ import torch
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.schema import Row
-from llama.costs import Layout, PeakMemory, head_bytes, peak_memory, size
+from llama.costs import Layout, PeakMemory, peak_memory, size
 from llama.host.machine import available_memory
 from llama.kv_cache import Cache
 from llama.ranks.torchrun import local_size
@@ -44,11 +44,6 @@ def predict(args: ModelArgs, cell: Cell, *, workspace: int = 0, stored: Mapping[
         quantize=layout_of(cell, stored),
         held=partial(reserved_cache_bytes, args.share(cell.ranks), cell),
     )
-
-
-def position_bytes(args: ModelArgs, cell: Cell) -> int:
-    """Return the bytes of one position of a row over all layers."""
-    return cache_of(args, cell).position_bytes(cell.cache_itemsize)
 
 
 def reserved_cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
@@ -91,21 +86,15 @@ def make_ledger(
     cell: Cell,
     predicted: PeakMemory,
     measured: Measured = Measured(),  # noqa: B008  (immutable)
-    *,
-    stored: Mapping[str, int] | None = None,
 ) -> list[Row]:
-    """Return a row for each part of the memory at the peak, their sum, and the memory of the process.
-
-    `stored` as in `layout_of`.
-    """
-    own_head = head_bytes(args.share(cell.ranks), itemsize=cell.itemsize, quantize=layout_of(cell, stored))
+    """Return a row for each part of the memory at the peak, their sum, and the memory of the process."""
     weights = None if measured.weights is None else measured.weights - (measured.head or 0)
     at_head = predicted.at_head
     rows = [
-        _line("weights", predicted.weights - (0 if args.tied_head else own_head), weights),
-        _line("tied head", 0, measured.head, note=f"is the embedding; on its own it would take {size(own_head)}")
+        _line("weights", predicted.weights - (0 if args.tied_head else predicted.head), weights),
+        _line("tied head", 0, measured.head, note=f"is the embedding; on its own it would take {size(predicted.head)}")
         if args.tied_head
-        else _line("head", own_head, measured.head),
+        else _line("head", predicted.head, measured.head),
         _line("KV cache", predicted.cache, measured.cache),
         _line("logits", predicted.logits, measured.logits, counts=at_head),
     ]
@@ -163,7 +152,7 @@ def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, stored: M
     if free is not None and device.type != "cuda":
         free //= local_size()  # the other ranks of this host take as much
     if free is not None and predicted.total > free:
-        lines = [line for line in make_ledger(args, cell, predicted, stored=stored) if line.get("counts")]
+        lines = [line for line in make_ledger(args, cell, predicted) if line.get("counts")]
         parts = ", ".join(f"{line['name']} {size(line['predicted_bytes'])}" for line in lines)
         raise ValueError(
             f"{cell.name} does not fit: {parts}: {size(predicted.total)} at the peak, and {size(free)} are free "

@@ -1,16 +1,12 @@
 """The validity block: was the measurement what it claims to be? Checks judge what was observed."""
 
-from typing import TYPE_CHECKING
-
 from llama.bench.cell import Cell
+from llama.bench.run.engines import Run
 from llama.bench.schema import Row, Status
 from llama.costs import forwards, size
 
-if TYPE_CHECKING:
-    from llama.bench.run.engines import Run
 
-
-def judge(cell: Cell, run: "Run", warm_up: "Run", *, max_seq_len: int, reset_seen: tuple[int, int] | None) -> list[Row]:
+def judge(cell: Cell, run: Run, warm_up: Run, *, max_seq_len: int, reset_seen: tuple[int, int] | None) -> list[Row]:
     """Return all checks of a run. `reset_seen`: the peak and current bytes right after the reset."""
     return [
         _cache(cell, run),
@@ -54,7 +50,7 @@ def check(name: str, fine: bool | None, detail: str) -> Row:
     return {"figures": "check", "name": name, "status": status, "detail": detail}
 
 
-def _cache(cell: Cell, run: "Run") -> Row:
+def _cache(cell: Cell, run: Run) -> Row:
     """Was the cache on or off as asked, by the tokens fed after the prefill and by the cached bytes?"""
     widths = None if run.fed is None else sorted({width for _, width in run.fed[1:]})
     as_fed = None if not widths else (widths == [1]) == cell.kv_caching
@@ -67,7 +63,7 @@ def _cache(cell: Cell, run: "Run") -> Row:
     return check("cache", all(seen) if seen else None, f"asked for {asked}; {words}")
 
 
-def _tokens(cell: Cell, run: "Run") -> Row:
+def _tokens(cell: Cell, run: Run) -> Row:
     """Are the counts of tokens that went through the model and that came out exactly those asked for?"""
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
     wanted = [(cell.batch_size, seqlen) for _, seqlen in expected]
@@ -82,7 +78,7 @@ def _tokens(cell: Cell, run: "Run") -> Row:
     return check("tokens", came_out and run.fed == wanted, words)
 
 
-def _room(cell: Cell, run: "Run", max_seq_len: int) -> Row:
+def _room(cell: Cell, run: Run, max_seq_len: int) -> Row:
     """Did every position fit into the model's limit and into the cache?"""
     last = cell.total_len - 1  # the newest token is never fed
     held = run.cache_length if cell.kv_caching else None
@@ -91,12 +87,12 @@ def _room(cell: Cell, run: "Run", max_seq_len: int) -> Row:
     return check("no overflow", fine, f"{last} positions fed{room}, the model's limit is {max_seq_len}")
 
 
-def _length(cell: Cell, run: "Run") -> Row:
+def _length(cell: Cell, run: Run) -> Row:
     short = sum(len(row) < cell.output_len for row in run.ids)
     return check("no early end", not short, f"{short} rows ended before {cell.output_len} tokens")
 
 
-def _warm_up(cell: Cell, warm_up: "Run") -> Row:
+def _warm_up(cell: Cell, warm_up: Run) -> Row:
     """Did a prefill and a step of the same shapes run before the clock started?"""
     if warm_up.fed is None:
         return check("warm-up", len(warm_up.token_times) > 0, f"{len(warm_up.token_times)} tokens of this shape")
@@ -118,7 +114,7 @@ def _statistics(reset_seen: tuple[int, int] | None) -> Row:
     return check("statistics reset", fine, f"the peak was {size(peak)} at the start, with {size(present)} in use")
 
 
-def _fast_step(run: "Run") -> Row:
+def _fast_step(run: Run) -> Row:
     """Did the fast step execute every forward that it was asked for?"""
     if run.fed is None or run.fast_forwards is None or run.fast_wanted is None:
         return check("fast step", None, "asked for; the engine does not show it")
@@ -129,7 +125,7 @@ def _fast_step(run: "Run") -> Row:
     return check("fast step", fine, words)
 
 
-def _sampler(warm_up: "Run") -> Row:
+def _sampler(warm_up: Run) -> Row:
     if warm_up.greedy is None:
         return check("same sampler", None, "greedy was asked for; the engine does not show its logits")
     likely = "the most likely one" if warm_up.greedy else "not always the most likely one"
