@@ -452,9 +452,7 @@ def test_another_sampler_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_warm_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(CELL)
     whole = engine.run
-    monkeypatch.setattr(
-        engine, "run", lambda *args, **named: Run(fed=[]) if named.get("steps") else whole(*args, **named)
-    )
+    monkeypatch.setattr(engine, "run", lambda *args, **named: Run() if named.get("steps") else whole(*args, **named))
     assert faults_of(engine) == {"warm-up"}
 
 

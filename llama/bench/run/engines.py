@@ -35,14 +35,14 @@ class Run:
     started: float = 0.0
     token_times: list[float] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
-    fed: list[tuple[int, int]] | None = None
+    fed: list[tuple[int, int]] = field(default_factory=list)
     cache_bytes: int | None = None
     cache_length: int | None = None
     logits_bytes: int | None = None
     greedy: bool | None = None
     path: str | None = None
-    fast_forwards: int | None = None
-    fast_wanted: int | None = None
+    fast_forwards: int = 0
+    fast_wanted: int = 0
 
 
 class Engine(ABC):
@@ -137,7 +137,7 @@ class LlamaEngine(Engine):
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
     ) -> Run:
-        run = Run(fed=[], logits_bytes=0)
+        run = Run(logits_bytes=0)
         times: list[float] = []  # when each forward began, and when the last token was there
         with self._watched(run, times, last=steps or output_len, steps=steps):
             run.started = time.perf_counter()
@@ -148,7 +148,7 @@ class LlamaEngine(Engine):
                 times.append(time.perf_counter())
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
-        run.fast_wanted = len(run.fed or ())
+        run.fast_wanted = len(run.fed)
         if self.model.runner is not None and not self.model.runner.takes_prompts:  # it takes cached steps alone
             run.fast_wanted = run.fast_wanted - 1 if kv_caching else 0
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
@@ -188,7 +188,6 @@ class LlamaEngine(Engine):
             return given, {**named, "logits": self.logits}
 
         def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
-            assert run.fed is not None
             rows, width = given[0].shape
             run.fed.append((rows, width))
             run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
@@ -205,7 +204,6 @@ class LlamaEngine(Engine):
             clock.note()
             if len(times) - 1 == steps:
                 raise _EnoughError
-            assert run.fed is not None
             run.fed.append((rows, width))
             if len(run.fed) == last:
                 ask_cache(run, cache)

@@ -93,7 +93,7 @@ class LlamaCppEngine(Engine):
             raise ValueError("this engine was closed; make a new one")
         _check_cached(kv_caching)
         request = make_request(self.args, kv_caching, prompts, output_len, (), {})
-        run = Run(fed=[], ids=[[] for _ in prompts])
+        run = Run(ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
         # The context is made before the clock starts, because it also plans every kind of batch. This clears its cache
         # outside the time; ours is allocated within it.
@@ -103,7 +103,6 @@ class LlamaCppEngine(Engine):
             for _ in range(min(steps or output_len, output_len)):
                 ids = self.forward(context, batch, fed, starts)
                 run.token_times.append(time.perf_counter())
-                assert run.fed is not None
                 run.fed.append((len(fed), max(map(len, fed))))
                 starts = [start + len(row) for start, row in zip(starts, fed, strict=True)]
                 fed = [[id] for id in ids]

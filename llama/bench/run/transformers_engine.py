@@ -44,7 +44,7 @@ class TransformersEngine(Engine):
         """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` reserve nothing."""
         make_request(self.args, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
         count = min(steps or output_len, output_len)
-        run = Run(fed=[], cache_bytes=0, cache_length=0, logits_bytes=0)
+        run = Run(cache_bytes=0, cache_length=0, logits_bytes=0)
         clock = _Clock()
         with self._watched(run, last=count), torch.inference_mode():
             run.started = time.perf_counter()
@@ -65,13 +65,12 @@ class TransformersEngine(Engine):
 
         def before(_: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             rows, width = (given[0] if given else named["input_ids"]).shape
-            assert run.fed is not None
             run.fed.append((rows, width))
 
         def after(_: object, given: object, output: Any) -> None:
             run.logits_bytes = max(run.logits_bytes or 0, output.logits.untyped_storage().nbytes())
             cache = output.past_key_values
-            if cache is not None and len(run.fed or ()) == last:
+            if cache is not None and len(run.fed) == last:
                 run.cache_bytes = _cached_bytes(cache)
                 run.cache_length = cache.get_seq_length()
 
