@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,23 +66,23 @@ class Engine(ABC):
         """Return an empty text of up to `length` tokens, whose cache the engine keeps between calls."""
 
 
-class Conversation(Protocol):
+class Conversation(ABC):
     """A text of one row that grows, and its cache. `fed`: how many tokens went through the model for it."""
 
-    fed: int
+    fed = 0
 
     @property
     def cache_bytes(self) -> int | None:
         """The bytes of its cache; None if the engine does not show them."""
-        ...
+        return None
 
+    @abstractmethod
     def feed(self, ids: list[int]) -> int:
         """Make `ids` the text, feed what the cache lacks of it, and return the most likely next id."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free the memory."""
-        ...
 
 
 def cached_prefix(cached: Sequence[int], ids: Sequence[int]) -> int:
@@ -220,11 +220,11 @@ class LlamaEngine(Engine):
                 step.watch = None
 
 
-class SessionConversation:
+class SessionConversation(Conversation):
     """A session of this library, with its cache on or off."""
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, kv_caching: bool) -> None:
-        self.session, self.fed = model.with_kv_caching(kv_caching).session(tokenizer), 0
+        self.session = model.with_kv_caching(kv_caching).session(tokenizer)
 
     @property
     def cache_bytes(self) -> int:

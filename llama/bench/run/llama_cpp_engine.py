@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import SCORED, Engine, Run, cached_prefix
+from llama.bench.run.engines import SCORED, Conversation, Engine, Run, cached_prefix
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
@@ -179,17 +179,14 @@ class LlamaCppEngine(Engine):
             self.api.llama_free(context)
 
 
-class LlamaCppConversation:
+class LlamaCppConversation(Conversation):
     """A context of llama.cpp that keeps the common beginning of the old and the new text, as its server does."""
-
-    cache_bytes = None  # llama.cpp does not report it
 
     def __init__(self, engine: LlamaCppEngine, length: int) -> None:
         self._engine, self._ids = engine, list[int]()
         self._stack = ExitStack()
         self._context = self._stack.enter_context(engine.context(1, length))
         self._batch = self._stack.enter_context(engine.batch(length))
-        self.fed = 0
 
     def feed(self, ids: list[int]) -> int:
         begin, api = cached_prefix(self._ids, ids), self._engine.api

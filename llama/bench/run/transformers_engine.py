@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.bench.run.engines import Engine, Run, cached_prefix, hooked, stored_weight_bytes
+from llama.bench.run.engines import Conversation, Engine, Run, cached_prefix, hooked, stored_weight_bytes
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
@@ -78,14 +78,13 @@ class TransformersEngine(Engine):
             yield
 
 
-class TransformersConversation:
+class TransformersConversation(Conversation):
     """transformers' `generate` with its cache kept between calls; a text that does not continue is fed again."""
 
     def __init__(self, model: Any, *, kv_caching: bool) -> None:
         self._model, self._kv_caching = model, kv_caching
         self._cache: Any = None
         self._ids: list[int] = []
-        self.fed = 0
 
     @property
     def cache_bytes(self) -> int:
