@@ -80,9 +80,8 @@ def measure_conversation(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     """Replay the conversation with the cache kept, and rebuilt in each turn; or without it, if the cell says so."""
     turns = turns_of(find_model(cell).tokenizer, read_dialog())[: len(plan["turns"])]
     engine = open_engine(cell).engine
-    watch = _Watch(engine)
     _replay(engine, turns[:2], "kept" if cell.kv_caching else "off")  # warms up; with the first turn's shapes, too
-    watch.begin()
+    watch = _Watch(engine)
     rows, disk = list[Row](), list[Row]()
     for way in ("rebuilt", "kept") if cell.kv_caching else ("off",):  # the kept one last: its text goes on to disk
         seen, conversation = _replay(engine, turns, way)
@@ -155,10 +154,9 @@ def measure_prompts(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     engine = open_engine(cell).engine
     assert isinstance(engine, LlamaEngine)
     prompts = shared_prompts(engine.tokenizer, plan)
-    watch = _Watch(engine)
     for share in (True, False):
         _first_tokens(engine, [prompt[-plan["own"] - 1 :] for prompt in prompts[:2]], share=share)  # warms up
-    watch.begin()
+    watch = _Watch(engine)
     rows = [_first_tokens(engine, prompts, share=share) for share in (True, False)]
     shared, each = plan["shared"], plan["rows"] * plan["own"]
     for row, expected in zip(rows, (shared + each, plan["rows"] * shared + each), strict=True):
@@ -198,26 +196,22 @@ def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _Watch:
-    """Observes what executes the forwards of an engine, and how busy others are meanwhile."""
+    """Observes, from now on, what executes the forwards of an engine, and how busy others are."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._others, self._all = engine, OtherLoad(), 0
         if isinstance(engine, LlamaEngine):
             engine.model.register_forward_hook(self._count)
-
-    def begin(self) -> None:
-        self._all, self._fast = 0, self._by_runner()
+            self._before = forwards_by_runner(engine.model)
         self._others.start()
 
     def end(self) -> list[Row]:
         """Return the row of the cell."""
         load, path = self._others.stop(), self._engine.path
         if isinstance(self._engine, LlamaEngine):
-            path = path_of(self._engine.model, fast=self._by_runner() - self._fast, all=self._all)
+            fast = forwards_by_runner(self._engine.model) - self._before
+            path = path_of(self._engine.model, fast=fast, all=self._all)
         return [{"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [load]}]
-
-    def _by_runner(self) -> int:
-        return forwards_by_runner(self._engine.model) if isinstance(self._engine, LlamaEngine) else 0
 
     def _count(self, *_: object) -> None:
         self._all += 1
