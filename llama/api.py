@@ -141,14 +141,13 @@ def check_modes(
     repack: bool = True,
 ) -> None:
     """Raise ValueError for settings that exclude each other, or that this device does not support."""
-    if not isinstance(fast, bool):
-        raise ValueError(f"fast={fast!r} must be True or False")
+    for name, value in (("fast", fast), ("repack", repack)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
     if exact and fast and device.type == "cuda":
         raise ValueError("exact mode and the fast step of a GPU exclude each other; choose one of exact and fast")
     if type(activations) is not int or activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
-    if not isinstance(repack, bool):
-        raise ValueError(f"repack={repack!r} must be True or False")
     if not repack and quantize != "stored":
         raise ValueError("repack=False leaves weights as a .gguf file has them; ask for quantize stored, too")
     if quantize is None:

@@ -159,11 +159,12 @@ def make_request(
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {known}, stop_ids and, for text, stop")
     rest: dict[str, Any] = {name: value for name, value in options.items() if name not in ("device", "prefix")}
     sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
+    for name in ("kv_caching", "logprobs", "echo", "share_prefix"):
+        if not isinstance(rest.get(name), bool | None):
+            raise ValueError(f"{name}={rest[name]!r} must be True or False")
     switch = rest.pop("kv_caching", None)
-    switches = {name: rest.get(name) for name in ("logprobs", "echo", "share_prefix")}
-    _check_switches(kv_caching=switch, **switches)
     caching = kv_caching if switch is None else switch
-    if switches["share_prefix"] and not caching:
+    if rest.get("share_prefix") and not caching:
         raise ValueError("share_prefix=True needs the KV cache, which is off: the cache stores what is fed once")
     ids = _rows_of_ids("the prompts", prompts)
     (stops,) = _rows_of_ids("stop_ids", [stop_ids])
@@ -173,8 +174,9 @@ def make_request(
         _check_prefix(prefix, rest)
         ids = [[*prefix.tokens, *row] for row in ids]
     max_new = _max_new(max_gen_len, len(ids))
-    _check_lengths(limits, ids, max_new, bound if caching else None)
-    if caching and bound is not None and switches["echo"] and switches["logprobs"]:
+    if bound is None or not caching:
+        _check_lengths(limits, ids, max_new)
+    elif rest.get("echo") and rest.get("logprobs"):
         _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
     return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
@@ -187,12 +189,6 @@ def _check_prefix(prefix: Prefix, options: dict[str, Any]) -> None:
         raise ValueError("kv_cache and prefix exclude each other: the cache of a prefix has the session's kind")
     if options.get("echo") and options.get("logprobs"):
         raise ValueError("echo with logprobs needs the logits of every position, and a prefix is not fed again")
-
-
-def _check_switches(**switches: object) -> None:
-    for name, value in switches.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def _rows_of_ids(what: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -227,6 +223,8 @@ def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
     least = 0 if several else 1  # a row of several may get no tokens
     if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in max_new):
         raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
+    if len(max_new) != rows:
+        raise ValueError(f"{len(max_new)} lengths were given for {rows} prompts; give one, or one per prompt")
     return max_new
 
 
@@ -240,11 +238,7 @@ def _check_scored(prompts: list[list[int]], bound: int) -> None:
             )
 
 
-def _check_lengths(limits: Limits, prompts: list[list[int]], max_new: list[int], bound: int | None) -> None:
-    if len(max_new) != len(prompts):
-        raise ValueError(f"{len(max_new)} lengths were given for {len(prompts)} prompts; give one, or one per prompt")
-    if bound is not None:
-        return
+def _check_lengths(limits: Limits, prompts: list[list[int]], max_new: list[int]) -> None:
     for row, (prompt, tokens) in enumerate(zip(prompts, max_new, strict=True)):
         if len(prompt) + tokens > limits.max_seq_len:
             raise ValueError(
