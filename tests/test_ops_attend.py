@@ -1,7 +1,10 @@
 """Attention equals two loops over positions, for all positions of queries and keys."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import attend_by_loops
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from writes import rows_of
@@ -56,8 +58,37 @@ def assert_attends(output: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
 
 
-def at_its_index(row: int, j: int) -> int:
-    return j
+def weights_by_loops(
+    xq: Tensor,
+    keys: Tensor,
+    starts: list[int],
+    *,
+    orders: list[list[int]] | None = None,
+    visible: Tensor | None = None,
+    change: Callable[[float, int, int], float] = lambda score, *_: score,
+) -> Tensor:
+    """Return attention weights in float64, (rows, n_heads, seqlen, kv_len), one query at a time.
+
+    `orders`: the positions of each row's keys, by default 0, 1, 2, ... `visible`: a mask of the result's shape, by
+    default the past. `change` maps a score, its head and the distance from key to query to a new score.
+    """
+    rows, seqlen, n_heads, head_dim = xq.shape
+    per_group, kv_len = n_heads // keys.shape[2], keys.shape[1]
+    weights = torch.zeros(rows, n_heads, seqlen, kv_len, dtype=torch.float64)
+    for row, head, i in product(range(rows), range(n_heads), range(seqlen)):
+        far = [starts[row] + i - at for at in (orders[row] if orders else range(kv_len))]
+        seen = [j for j in range(kv_len) if (far[j] >= 0 if visible is None else visible[row, head, i, j])]
+        query, of_head = xq[row, i, head].double(), keys[row, :, head // per_group].double()
+        scores = [change(float(query @ of_head[j]) / math.sqrt(head_dim), head, far[j]) for j in seen]
+        shares = [math.exp(score - max(scores)) for score in scores]
+        weights[row, head, i, seen] = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    return weights
+
+
+def read(weights: Tensor, values: Tensor) -> Tensor:
+    """Return attention, (rows, seqlen, n_heads, head_dim): the sum of the values by these weights."""
+    per_group = weights.shape[1] // values.shape[2]
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values.double().repeat_interleave(per_group, dim=2))
 
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
@@ -70,7 +101,7 @@ def test_rows_at_one_position_see_their_past_and_themselves(
 ) -> None:
     """A prompt, a chunk after cached tokens (bug 14: PyTorch's own causal mask would start at key 0), and one token."""
     xq, keys, values = qkv(shape, start_pos + shape[1] + more, dtype)
-    expected = attend_by_loops(xq, keys, values, [start_pos] * shape[0], at_its_index)
+    expected = read(weights_by_loops(xq, keys, [start_pos] * shape[0]), values)
     assert_attends(attend(xq, keys, values, start_pos), expected)
 
 
@@ -81,7 +112,7 @@ def test_every_row_may_stand_at_a_position_of_its_own(
 ) -> None:
     starts = starts[: shape[0]]
     xq, keys, values = qkv(shape, max(starts) + shape[1], dtype)
-    assert_attends(attend(xq, keys, values, starts), attend_by_loops(xq, keys, values, starts, at_its_index))
+    assert_attends(attend(xq, keys, values, starts), read(weights_by_loops(xq, keys, starts), values))
 
 
 @settings(max_examples=30)
@@ -98,34 +129,14 @@ def test_keys_may_stand_in_any_order(
     rows, seqlen = shape[:2]
     starts = [start_pos + row if ragged else start_pos for row in range(rows)]
     kv_len = max(starts) + seqlen + 2
-    orders = [random.sample(range(kv_len), kv_len) for _ in range(rows if per_row else 1)]
+    one = random.sample(range(kv_len), kv_len)
+    orders = [random.sample(one, kv_len) if per_row else one for _ in range(rows)]
     xq, keys, values = qkv(shape, kv_len, dtype)
-    expected = attend_by_loops(xq, keys, values, starts, lambda row, j: orders[row % len(orders)][j])
+    expected = read(weights_by_loops(xq, keys, starts, orders=orders), values)
     positions = torch.tensor(orders if per_row else orders[0])[..., None, :]
     queries = torch.tensor(starts)[:, None] + torch.arange(seqlen) if ragged else start_pos + torch.arange(seqlen)
     visible = positions <= queries[..., None]
     assert_attends(attend(xq, keys, values, starts if ragged else start_pos, visible), expected)
-
-
-def by_explicit_softmax(
-    xq: Tensor, keys: Tensor, starts: list[int], visible: Tensor, score_mod: ops.ScoreMod | None = None
-) -> Tensor:
-    """Return the weights of each query, one head and one query at a time; visible is (bsz, n_heads, seqlen, kv_len)."""
-    rows, seqlen, n_heads, head_dim = xq.shape
-    per_group, stand = n_heads // keys.shape[2], torch.arange(keys.shape[1])
-    weights = torch.zeros(rows, n_heads, seqlen, keys.shape[1], dtype=torch.float64)
-    for row in range(rows):
-        for i in range(seqlen):
-            scores = torch.stack(
-                [keys[row, :, head // per_group] @ xq[row, i, head] / math.sqrt(head_dim) for head in range(n_heads)]
-            )[None, :, None]
-            if score_mod is not None:
-                query = torch.tensor(starts[row] + i).view(1, 1, 1, 1)
-                scores = score_mod(scores, query, stand.view(1, 1, 1, -1), 1)
-            for head in range(n_heads):
-                seen = visible[row, head, i]
-                weights[row, head, i, seen] = scores[0, head, 0, seen].exp() / scores[0, head, 0, seen].exp().sum()
-    return weights
 
 
 @settings(max_examples=40)
@@ -143,9 +154,9 @@ def test_each_head_may_see_keys_of_its_own(
     visible[..., 0] = True
     scoring = ops.Scoring(1, None, capped_and_sloped if changed else None)
     by_head = visible.repeat_interleave(groups * per_group // heads, dim=1)
-    weights = by_explicit_softmax(xq, keys, starts, by_head, scoring.score_mod)
-    expected = torch.einsum("bhqk,bkhd->bqhd", weights, values.repeat_interleave(per_group, dim=2))
-    assert_attends(attend(xq, keys, values, starts, visible, scoring), expected)
+    changes: dict[str, Any] = {"change": partial(score_capped_and_sloped, 1)} if changed else {}
+    weights = weights_by_loops(xq, keys, starts, visible=by_head, **changes)
+    assert_attends(attend(xq, keys, values, starts, visible, scoring), read(weights, values))
     for row, start in enumerate(starts):
         one = slice(row, row + 1)
         made = ops.attention_weights(xq[one], keys[one], start, visible[one], scoring)
@@ -163,6 +174,11 @@ def capped_and_sloped(scores: Tensor, query_positions: Tensor, key_positions: Te
     assert query_positions.dtype == key_positions.dtype == torch.int64
     slopes = 0.5 ** torch.arange(1, scores.shape[1] + 1)[:, None, None]
     return 2 * (scores / 2).tanh() - layer * slopes * (query_positions - key_positions)
+
+
+def score_capped_and_sloped(layer: int, score: float, head: int, far: int) -> float:
+    """Return what `capped_and_sloped` makes of one score."""
+    return 2 * math.tanh(score / 2) - layer * 0.5 ** (head + 1) * far
 
 
 @settings(max_examples=30)
@@ -187,12 +203,9 @@ def test_a_score_mod_changes_every_score_by_where_query_and_key_stand(
     visible = None if positions is None else positions[:, None] <= queries[..., None]
     xq, keys, values = qkv(shape, kv_len, dtype)
     made = attend(xq, keys, values, starts, visible, ops.Scoring(3, positions, capped_and_sloped))
-    expected = attend_by_loops(
-        *(xq, keys, values, starts, lambda row, j: orders[row][j]),
-        lambda score, head, far: 2 * math.tanh(score / 2) - 3 * 0.5 ** (head + 1) * far,
-    )
+    weights = weights_by_loops(xq, keys, starts, orders=orders, change=partial(score_capped_and_sloped, 3))
     assert made.dtype == dtype
-    assert_attends(made, expected)
+    assert_attends(made, read(weights, values))
 
 
 def test_a_query_that_may_see_nothing_gives_zeros_with_a_score_mod_as_without() -> None:

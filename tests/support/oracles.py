@@ -1,10 +1,10 @@
-"""Tiny Llama models, caches full of nan, and independent answers: transformers' Llama, and attention in plain loops.
+"""Tiny Llama models, caches full of nan, and an independent answer: transformers' Llama.
 
 Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake there cannot be made twice.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,35 +184,6 @@ def hf_llama(model: Transformer) -> LlamaForCausalLM:
     if model.args.rope_theta is None:  # theirs always rotates
         hf.model.rotary_emb.inv_freq.zero_()
     return hf
-
-
-def attend_by_loops(
-    xq: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    starts: Sequence[int],
-    position_of: Callable[[int, int], int],
-    change: Callable[[float, int, int], float] = lambda score, *_: score,
-) -> Tensor:
-    """Return attention in float64, one query and one key at a time; key j of a row has position_of(row, j).
-
-    `change` maps a score, its head and the distance from key to query to a new score.
-    """
-    bsz, seqlen, n_heads, head_dim = xq.shape
-    per_group = n_heads // keys.shape[2]
-    output = torch.zeros(xq.shape, dtype=torch.float64)
-    for row in range(bsz):
-        for i in range(seqlen):
-            seen = [j for j in range(keys.shape[1]) if position_of(row, j) <= starts[row] + i]
-            for head in range(n_heads):
-                query, group = xq[row, i, head].double(), head // per_group
-                scores = [float(query @ keys[row, j, group].double()) / math.sqrt(head_dim) for j in seen]
-                distances = [starts[row] + i - position_of(row, j) for j in seen]
-                scores = [change(score, head, far) for score, far in zip(scores, distances, strict=True)]
-                shares = [math.exp(score - max(scores)) for score in scores]
-                for j, share in zip(seen, shares, strict=True):
-                    output[row, i, head] += share / sum(shares) * values[row, j, group].double()
-    return output
 
 
 class PoisonedCache(StaticCache, kind="poisoned"):
