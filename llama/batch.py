@@ -47,7 +47,7 @@ class Batch:
     """The rows of one generation.
 
     texts: the ids of every row. rows: the rows in the batch. cur_pos: the length of each of these, which is the
-    position of its next token. live: the rows that still generate; the others leave the batch before the next step.
+    position of its next token. active: the rows that still generate; the others leave the batch before the next step.
     stopped: the rows that ended by a stop token or a stop string. maybe_changed: True if code of the caller may have
     run since the last step. fed: the number of tokens that the model was fed. held: the number of tokens of every row
     that are cached before the first call.
@@ -59,7 +59,7 @@ class Batch:
         self.request, self.held = request, held
         self.texts = [list(prompt) for prompt in request.prompts]
         self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
-        self.live = {row for row, tokens in enumerate(request.max_new) if tokens > 0}
+        self.active = {row for row, tokens in enumerate(request.max_new) if tokens > 0}
         self.stopped: set[int] = set()
         self.maybe_changed = True
         self.fed = 0
@@ -76,7 +76,7 @@ class Batch:
 
     def drop_ended(self) -> list[int]:
         """Remove the rows that have ended from the batch; return the former places of the others."""
-        places = [place for place, row in enumerate(self.rows) if row in self.live]
+        places = [place for place, row in enumerate(self.rows) if row in self.active]
         self.rows = [self.rows[place] for place in places]
         self.cur_pos = [self.cur_pos[place] for place in places]
         self.sampler.select_rows(places)
@@ -99,7 +99,7 @@ class Batch:
     def record(self, chosen: Chosen) -> Iterator[Token]:
         """Yield the chosen token of every live row; end rows at a stop id or at their maximum length."""
         for row, id, logprob in zip(list(self.rows), chosen.ids, chosen.logprobs, strict=True):
-            if row not in self.live:
+            if row not in self.active:
                 continue
             if id < 0:
                 raise NonFiniteLogits(self._steps, row)
@@ -107,7 +107,7 @@ class Batch:
                 self.stop(row)
                 continue
             if self._steps + 1 == self.request.max_new[row]:
-                self.live.discard(row)
+                self.active.discard(row)
             yield Token(row, id, logprob)
         self._steps += 1
 
@@ -118,7 +118,7 @@ class Batch:
 
     def stop(self, row: int) -> None:
         """End a row."""
-        self.live.discard(row)
+        self.active.discard(row)
         self.stopped.add(row)
 
 

@@ -88,7 +88,7 @@ class PlainStepper:
     def _decode(self) -> None:
         """Remove ended rows; then feed every row's newest token or, without a cache, its whole prefix."""
         batch, cache = self.batch, self.cache
-        if len(batch.live) < len(batch.rows):
+        if len(batch.active) < len(batch.rows):
             places = batch.drop_ended()
             if cache is not None:
                 cache.select_rows(places)
@@ -214,9 +214,9 @@ def _generate(model: LanguageModel, batch: Batch, cache: Cache | None) -> Genera
         batch.begin(model.args.vocab_size, model.device)
         stepper = make_stepper(model.with_kv_caching(request.kv_caching), batch, cache)
         yield from stepper.prefill()
-        for chosen in stepper if batch.live else ():
+        for chosen in stepper if batch.active else ():
             yield from batch.record(chosen)
-            if not batch.live:
+            if not batch.active:
                 return
 
 

@@ -110,7 +110,7 @@ class Stream(Iterator[tuple[int, str]]):
                 result["ids"].append(token.id)
                 if "logprobs" in result:
                     result["logprobs"].append(token.logprob)
-            if row not in self._batch.live:
+            if row not in self._batch.active:
                 result["finish_reason"] = "stop" if row in self._batch.stopped else "length"
             if text:
                 return row, text
@@ -149,7 +149,7 @@ def _pieces(
             if text.stopped:
                 batch.stop(token.row)
             yield token.row, piece, token
-            ended = unfinished - batch.live
+            ended = unfinished - batch.active
             unfinished -= ended
             yield from _flush(batch, texts, ended)
     yield from _flush(batch, texts, unfinished)

@@ -309,7 +309,7 @@ class GraphStepper(PlainStepper):
             following = self._launch(waiting.count, whole=whole)
             draws = waiting.draws if following is None else waiting.draws + following.draws
             for step, (ids, logprobs) in enumerate(waiting.read()):
-                if len(batch.live) < len(batch.rows):
+                if len(batch.active) < len(batch.rows):
                     batch.drop_ended()
                 chosen = Chosen([ids[row] for row in batch.rows], [logprobs[row] for row in batch.rows])
                 if UNSURE in chosen.ids:

@@ -186,7 +186,7 @@ class NativeStepper(PlainStepper):
     def _step(self) -> Chosen | None:
         """Feed every row's newest token and choose the next; return None if the plain path has to."""
         batch, cache = self.batch, self._cache
-        if len(batch.live) < len(batch.rows):
+        if len(batch.active) < len(batch.rows):
             cache.select_rows(batch.drop_ended())
             self._left = 0
         starts, newest = [pos - 1 for pos in batch.cur_pos], [batch.texts[row][-1] for row in batch.rows]

@@ -91,7 +91,7 @@ class HeldText:
                     self.tokens.append(token.id)
                     self._logits = None
                     yield token
-                if not batch.live:
+                if not batch.active:
                     return
 
     def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, model: Any = None) -> int:
