@@ -97,7 +97,7 @@ class Batch:
         return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist())
 
     def record(self, chosen: Chosen) -> Iterator[Token]:
-        """Yield the chosen token of every live row; end rows at a stop id or at their maximum length."""
+        """Yield the chosen token of every active row; end rows at a stop id or at their maximum length."""
         for row, id, logprob in zip(list(self.rows), chosen.ids, chosen.logprobs, strict=True):
             if row not in self.active:
                 continue
