@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import tiny_model
 
-from llama.args import ModelArgs
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache
 from llama.model import Transformer
@@ -29,15 +28,9 @@ VOCAB, MAX_SEQ_LEN = 97, 64
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
-def tiny(**changes: Any) -> Transformer:
-    torch.manual_seed(0)
-    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "max_seq_len": MAX_SEQ_LEN}
-    return Transformer(ModelArgs(**{**sizes, "multiple_of": 16, **changes})).double().eval()
-
-
 @pytest.fixture
 def model() -> Transformer:
-    return tiny()
+    return tiny_model(vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN)
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -286,6 +279,7 @@ def test_a_stream_that_is_closed_or_abandoned_gives_the_memory_of_its_cache_back
         assert step.cache is not None
         caches.append(weakref.ref(step.cache))
 
+    expected = model.generate_tokens(RAGGED, 2, **GREEDY)
     streams: list[Iterator[tuple[int, str]]] = [model.stream(Bytes(), RAGGED, 9, on_step=look, **SAMPLED)]
     for _ in range(pieces):
         next(streams[0])
@@ -293,7 +287,7 @@ def test_a_stream_that_is_closed_or_abandoned_gives_the_memory_of_its_cache_back
     gc.collect()
     assert all(cache() is None for cache in caches)
     assert at_rest(model)
-    assert model.generate_tokens(RAGGED, 2, **GREEDY) == tiny().generate_tokens(RAGGED, 2, **GREEDY)
+    assert model.generate_tokens(RAGGED, 2, **GREEDY) == expected
 
 
 def test_a_stream_that_was_not_begun_has_not_touched_the_model(model: Transformer) -> None:
@@ -315,8 +309,9 @@ def test_the_switch_holds_for_the_call_and_none_follows_the_model() -> None:
 
 @pytest.mark.parametrize("setting", [True, False])
 @pytest.mark.parametrize("argument", [True, False])
-def test_the_switch_is_undone_on_every_layer_after_a_call_and_after_an_error(setting: bool, argument: bool) -> None:
-    model = tiny()
+def test_the_switch_is_undone_on_every_layer_after_a_call_and_after_an_error(
+    model: Transformer, setting: bool, argument: bool
+) -> None:
     model.kv_caching = setting
     model.generate_tokens([[1, 2]], 2, kv_caching=argument)
     with pytest.raises(Bang):

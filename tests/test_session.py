@@ -37,9 +37,13 @@ class Forgetful(StaticCache, kind="forgetful"):
         return False
 
 
-def made(kv_cache: str = "static", **changes: Any) -> tuple[Transformer, Session]:
+def made(kv_cache: str = "static", *, text: str = "", **changes: Any) -> tuple[Transformer, Session]:
+    """Return a model and a session of it that was fed `text`."""
     model = tiny_model(ARGS, **changes)
-    return model, model.session(Bytes(), kv_cache=kv_cache)
+    session = model.session(Bytes(), kv_cache=kv_cache)
+    if text:
+        session.feed(text)
+    return model, session
 
 
 def ids(text: str) -> list[int]:
@@ -70,8 +74,7 @@ def test_only_what_is_new_is_fed(kv_cache: str) -> None:
 
 @pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
 def test_a_text_that_was_edited_is_fed_from_where_it_differs(kv_cache: str, caplog: pytest.LogCaptureFixture) -> None:
-    model, session = made(kv_cache)
-    session.feed(TEXT)
+    model, session = made(kv_cache, text=TEXT)
     caplog.set_level(logging.INFO, "llama")
     fed = session.feed(TEXT[:-3] + "!")
     again = session.position if "all is fed again" in caplog.text else 1
@@ -99,8 +102,7 @@ def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
 
 
 def test_without_the_cache_everything_is_fed_each_time() -> None:
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     length, held = session.position, session.nbytes
     assert held > 0
     model.kv_caching = False
@@ -124,8 +126,7 @@ def test_what_was_fed_without_the_cache_is_fed_for_rows_that_begin_with_it() -> 
 
 
 def test_the_switch_may_be_set_for_one_call() -> None:
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     before = list(session.tokens)
     fed = session.fed
     assert session.generate(2, kv_caching=False, **GREEDY)["ids"] == whole(model, before, 2)
@@ -191,7 +192,7 @@ def test_logits_that_are_not_known_are_none() -> None:
 
 @pytest.mark.parametrize("kv_cache", KINDS)
 def test_forks_go_their_own_ways(kv_cache: str) -> None:
-    session = made_and_fed(kv_cache)
+    session = made(kv_cache, text=TEXT)[1]
     branches = [session.fork() for _ in range(3)]
     alone = []
     for number in range(3):
@@ -206,17 +207,11 @@ def test_forks_go_their_own_ways(kv_cache: str) -> None:
         result += [branch.append("x"), branch.generate(8, **GREEDY)]
     assert results == alone
     assert session.tokens == ids(TEXT)
-    assert session.generate(8, **GREEDY) == made_and_fed(kv_cache).generate(8, **GREEDY)
-
-
-def made_and_fed(kv_cache: str) -> Session:
-    _, session = made(kv_cache)
-    session.feed(TEXT)
-    return session
+    assert session.generate(8, **GREEDY) == made(kv_cache, text=TEXT)[1].generate(8, **GREEDY)
 
 
 def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back() -> None:
-    session = made_and_fed("paged")
+    session = made("paged", text=TEXT)[1]
     caches = session.cache.layers
     assert all(isinstance(cache, PagedCache) for cache in caches)
     (cache, *_) = caches
@@ -240,7 +235,7 @@ def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back
 
 
 def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
-    session = made_and_fed("paged")
+    session = made("paged", text=TEXT)[1]
     branch = session.fork()
     for duplicate in (copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))):
         cache = session.cache.layers[0]
@@ -250,7 +245,7 @@ def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
         assert own.pool is not cache.pool
         assert set(own.pool.shares) <= {0, 1}
         assert sorted([*own.tables[0], *own.pool.spare]) == list(range(len(own.keys)))
-    assert branch.generate(4, **GREEDY) == made_and_fed("paged").generate(4, **GREEDY)
+    assert branch.generate(4, **GREEDY) == made("paged", text=TEXT)[1].generate(4, **GREEDY)
 
 
 # ---- rewinding -------------------------------------------------------------------------------------------------------
@@ -259,8 +254,7 @@ def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
 @pytest.mark.parametrize("kv_cache", [*LOSSLESS, "forgetful"])
 @pytest.mark.parametrize("position", [1, 33, 70])
 def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
-    model, session = made(kv_cache)
-    session.feed(TEXT)
+    model, session = made(kv_cache, text=TEXT)
     session.generate(5, **GREEDY)
     kept = session.tokens[:position]
     session.rewind(position)
@@ -276,8 +270,7 @@ def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
 
 
 def test_a_stream_that_is_left_keeps_what_was_made() -> None:
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     stream = session.stream(10, **GREEDY)
     next(stream)
     stream.close()
@@ -287,8 +280,7 @@ def test_a_stream_that_is_left_keeps_what_was_made() -> None:
 
 
 def test_a_stream_whose_text_was_changed_is_refused() -> None:
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     stream = session.stream(10, **GREEDY)
     next(stream)
     session.append("else")
@@ -302,8 +294,7 @@ def test_a_stream_whose_text_was_changed_is_refused() -> None:
 
 def test_every_row_may_begin_with_a_session() -> None:
     for kv_cache in LOSSLESS:
-        model, session = made(kv_cache)
-        session.feed(TEXT)
+        model, session = made(kv_cache, text=TEXT)
         session.generate(3, **GREEDY)
         session.append("!")
         prompts = [" one", " and a second one", " three"]
@@ -320,8 +311,7 @@ def test_every_row_may_begin_with_a_session() -> None:
 
 
 def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
-    _, session = made()
-    session.feed(TEXT)
+    _, session = made(text=TEXT)
     copies: list[Session] = []
     session.generate(3, on_step=lambda _: copies.append(copy.deepcopy(session)), **GREEDY)
     copies[0].feed(TEXT + "!")
@@ -329,13 +319,12 @@ def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
 
 
 def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> None:
-    _, session = made()
-    session.feed(TEXT)
+    _, session = made(text=TEXT)
     results: list[object] = []
     thread = threading.Thread(target=lambda: results.append(session.generate(5, **GREEDY)))
     thread.start()
     thread.join()
-    assert results == [made_and_fed("static").generate(5, **GREEDY)]
+    assert results == [made(text=TEXT)[1].generate(5, **GREEDY)]
     inside: list[Callable[[], object]] = [
         lambda: session.feed("other"),
         lambda: session.append("!"),
@@ -377,11 +366,10 @@ def failing(model: Transformer, after: int, error: type[BaseException]) -> Itera
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
 def test_an_error_leaves_the_last_whole_token(kv_cache: str, error: type[BaseException]) -> None:
-    model, session = made(kv_cache)
-    session.feed(TEXT)
+    model, session = made(kv_cache, text=TEXT)
     with failing(model, 3, error), pytest.raises(error):
         session.generate(20, **GREEDY)
-    expected = made_and_fed(kv_cache).generate(20, **GREEDY)["ids"]
+    expected = made(kv_cache, text=TEXT)[1].generate(20, **GREEDY)["ids"]
     new = session.tokens[len(TEXT) + 1 :]
     assert new == expected[: len(new)]
     assert len(new) == 4
@@ -428,7 +416,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
         model.generate(Bytes(), ["x"], prefix=session, kv_cache="paged")
     with pytest.raises(ValueError, match="no tokens"):
         model.generate(Bytes(), [""], prefix=session)
-    assert session.generate(3, **GREEDY) == made_and_fed("static").generate(3, **GREEDY)
+    assert session.generate(3, **GREEDY) == made(text=TEXT)[1].generate(3, **GREEDY)
     session.drop()
     for act in (lambda: session.feed("x"), lambda: session.generate(1), session.fork, session.drop):
         with pytest.raises(ValueError, match="was dropped"):
@@ -436,8 +424,7 @@ def test_what_cannot_be_is_refused_in_words() -> None:
 
 
 def test_a_model_that_computes_in_another_way_feeds_all_again(caplog: pytest.LogCaptureFixture) -> None:
-    model, session = made(dtype=torch.float32)
-    session.feed(TEXT)
+    model, session = made(dtype=torch.float32, text=TEXT)
     model.to(torch.float64)
     caplog.set_level(logging.INFO, "llama")
     before = list(session.tokens)
