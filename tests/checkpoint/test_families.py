@@ -10,10 +10,11 @@ import gguf
 import pytest
 import torch
 from checkpoints import N_WORDS, finish, gguf_writer, write_huggingface_tokenizer
-from families import FAMILIES, SCALINGS, config_of, in_float64, random_model, write_folder
+from families import FAMILIES, SCALINGS, config_of, random_model, write_folder
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import in_float64
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -1,12 +1,11 @@
 """Tiny random models of transformers, of every family that is built like Llama, and their folders."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import TINY, write_huggingface_tokenizer
-from torch import Tensor
+from oracles import in_float64
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -54,17 +53,6 @@ def random_model(config: Any, seed: int = 0) -> Any:
             if "norm" in name or name.endswith("bias"):
                 parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     return in_float64(model)
-
-
-def in_float64(model: Any) -> Any:
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = partial(rms_norm, module)
-    return model
-
-
-def rms_norm(module: Any, x: Tensor) -> Tensor:
-    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 def write_folder(folder: Path, model: Any) -> Path:

@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llama import testing
 from llama.args import ModelArgs, RopeScaling
@@ -99,16 +99,20 @@ def kv_nbytes(args: ModelArgs, rows: int, length: int, dtype: torch.dtype) -> in
     return args.n_layers * rows * length * args.n_kv_heads * args.head_dim * 2 * dtype.itemsize
 
 
-class InputDtypeRMSNorm(LlamaRMSNorm):  # type: ignore[misc]
-    """transformers' norm without its cast to float32.
+def in_float64(hf: Any) -> Any:
+    """Return a model of transformers whose norms have lost their cast to float32.
 
     The cast would hide differences below 1e-7 in a float64 model. Our norm has none: cached and uncached logits
     could not agree to 1e-10 otherwise. In float32 the two are the same.
     """
+    for module in hf.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module)
+    return hf
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
 
 def hf_config(args: ModelArgs) -> LlamaConfig:
@@ -178,12 +182,9 @@ def hf_llama(model: Transformer) -> LlamaForCausalLM:
     missing, unexpected = hf.load_state_dict(hf_tensors(model.state_dict(), model.args), strict=True)
     assert not missing
     assert not unexpected
-    for module in hf.modules():
-        if isinstance(module, LlamaRMSNorm):
-            module.__class__ = InputDtypeRMSNorm
     if model.args.rope_theta is None:  # theirs always rotates
         hf.model.rotary_emb.inv_freq.zero_()
-    return hf
+    return in_float64(hf)  # type: ignore[no-any-return]
 
 
 class PoisonedCache(StaticCache, kind="poisoned"):
