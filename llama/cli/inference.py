@@ -122,9 +122,7 @@ def main(
     about = setting(model, kv_cache)
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if conversation:
-        from llama.cli.terminal import TerminalChat
-
-        return TerminalChat(model, tokenizer, **writing).run(about)
+        return converse(model, tokenizer, about, **writing)
     asked = as_messages(texts, tokenizer) if chat else texts
     on_step = Trace(tokenizer) if trace else None
     pieces = model.stream(tokenizer, asked, share_prefix=share_prefix, on_step=on_step, **writing)
@@ -191,6 +189,13 @@ def setting(model: "Transformer", kv_cache: str) -> str:
     cache = f"KV cache on ({kv_cache})" if model.kv_caching else "KV cache off"
     how = "" if str(model.execution) == "plain" else f", {model.execution}"
     return f"{cache}, {str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{how}"
+
+
+def converse(model: "Transformer", tokenizer: "Tokenizer", about: str, **options: Any) -> int:
+    """Hold a conversation on the terminal; return the exit code."""
+    from llama.cli.terminal import TerminalChat
+
+    return TerminalChat(model, tokenizer, **options).run(about)
 
 
 def write_watch_page(
