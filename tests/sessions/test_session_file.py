@@ -24,6 +24,7 @@ from torch import Tensor
 from writes import write
 
 from llama.exact.digest import Digest
+from llama.exact.probe import rounding_digest
 from llama.kv_cache import KVCache, cache_kind
 from llama.model import Transformer
 from llama.ops import HAS_ONEDNN
@@ -411,7 +412,10 @@ def test_in_exact_mode_products_by_another_library_are_refused(tmp_path: Path) -
     session.feed("abc")
     session.save(tmp_path / "session")
     model.load_session(tmp_path / "session", Bytes())
+    here = rounding_digest(model.parameters())
     with torch.backends.mkldnn.flags(enabled=False):
+        if rounding_digest(model.parameters()) == here:
+            pytest.skip("both libraries round alike on this CPU")  # in bf16, without AVX-512
         refused(model, tmp_path / "session", "the bits may differ here; feed the text again")
 
 
