@@ -39,8 +39,8 @@ from llama.bench.report.derived import crossovers, fit, fits, growth
 from llama.bench.report.files import write_json, write_report
 from llama.bench.report.findings import findings, range_faster
 from llama.bench.report.page import report_page
-from llama.bench.report.plots import PictureLook, as_png, as_svg, figures, heading
-from llama.bench.report.plots.canvas import error_bars, new_figure
+from llama.bench.report.plots.canvas import SMALL, as_png, as_svg, error_bars, heading, new_figure
+from llama.bench.report.plots.pictures import figures
 from llama.bench.report.tables import comparison_words
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import Report, cell_row
@@ -570,17 +570,14 @@ def test_an_unfinished_preset_has_no_empty_tables_or_pictures(report: Report) ->
 # Pages and pictures
 
 
-def test_the_page_is_complete_in_itself_and_has_every_picture_wide_and_narrow(
-    report: Report, drawn: dict[str, Figure]
-) -> None:
+def test_the_page_is_complete_in_itself_and_has_every_picture(report: Report, drawn: dict[str, Figure]) -> None:
     shown = report_page(report)
     assert sorted(drawn) == sorted(PICTURES[report["preset"]])
     assert not re.search(r"\b(?:src|srcset|action)=|\bhref=(?!\"#)|https?:|<script|<link|@import|url\((?!#)", shown)
     for sentence in [*report["reading"], report["command"]]:
         assert html.escape(sentence) in shown
-    for kind in ("wide", "narrow"):
-        labels = re.findall(rf'<svg class="{kind}" role="img" aria-label="([^"]*)"', shown)
-        assert sorted(map(html.unescape, labels)) == sorted(map(heading, drawn.values()))
+    labels = re.findall(r'<svg role="img" aria-label="([^"]*)"', shown)
+    assert sorted(map(html.unescape, labels)) == sorted(map(heading, drawn.values()))
     assert not re.search(r"<summary>([^<]*)</summary>\s*<h3>\1<", shown)  # a folded table is named once
     ids = re.findall(r'\bid="([^"]*)"', shown)
     assert len(ids) == len(set(ids))
@@ -639,15 +636,14 @@ def words_of(figure: Figure) -> list[Text]:
     return [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip() and one not in kept]
 
 
-@pytest.mark.parametrize("look", [PictureLook(), PictureLook(narrow=True)], ids=["wide", "narrow"])
-def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(look: PictureLook) -> None:
+def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small() -> None:
     ways: list[dict[str, Any]] = [{}, {"engine": "transformers"}, {"fast": True, "path": "native"}]
     crowd = table_report([{**way, "kv_caching": on} for way in ways for on in (True, False)])
     for report in (crowd, sweep_report(), caches_report(), chat_report()):
-        for name, figure in figures(report, look).items():
+        for name, figure in figures(report).items():
             words = words_of(figure)
             boxes = [one.get_window_extent() for one in words]
-            assert min(one.get_fontsize() for one in words) >= look.small, name
+            assert min(one.get_fontsize() for one in words) >= SMALL, name
             assert [
                 one for one, box in zip(words, boxes, strict=True) if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1
             ] == []
@@ -675,14 +671,11 @@ def test_bars_reach_from_p10_to_p90_and_never_past_the_median() -> None:
     assert error_bars([one, single, odd]) == [[0.5, 0.0, 0.0], [2.0, 0.0, 0.0]]  # type: ignore[list-item]
 
 
-def test_panels_stand_three_in_a_row_or_narrow_one_under_another() -> None:
-    for look, rises in ((PictureLook(), [0, 0, 2, 2, 4]), (PictureLook(narrow=True), [0, 4, 6, 10, 12])):
-        made = [
-            new_figure(look, "a heading", "small words", heights=[2.0] * count, times=()) for count in (1, 3, 4, 6, 7)
-        ]
-        assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
-        heights = [figure.get_size_inches()[1] for figure, _ in made]
-        assert [round(height - heights[0], 2) for height in heights] == rises
+def test_panels_stand_three_in_a_row() -> None:
+    made = [new_figure("a heading", "small words", heights=[2.0] * count, times=()) for count in (1, 3, 4, 6, 7)]
+    assert [len(axes) for _, axes in made] == [1, 3, 4, 6, 7]
+    heights = [figure.get_size_inches()[1] for figure, _ in made]
+    assert [round(height - heights[0], 2) for height in heights] == [0, 0, 2, 2, 4]
 
 
 def test_a_name_with_dollar_signs_is_no_formula() -> None:
@@ -761,7 +754,7 @@ addEventListener("load", () => {
   const shown = [...page.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().width > 0);
   const sizes = shown.flatMap(one => [...one.querySelectorAll("text")].map(
     text => parseFloat(getComputedStyle(text).fontSize) * one.getScreenCTM().a));
-  const seen = [shown.map(one => one.classList[0]), Math.min(...sizes), page.documentElement.scrollWidth];
+  const seen = [shown.length, Math.min(...sizes), page.documentElement.scrollWidth];
   document.body.dataset.seen = JSON.stringify(seen);
 });
 </script>"""
@@ -780,6 +773,6 @@ def test_a_browser_shows_every_picture_at_a_readable_size_and_the_page_at_its_wi
     done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
     (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
     pictures, letters, page_width = json.loads(html.unescape(seen))
-    assert pictures == ["narrow" if width < 800 else "wide"] * len(PICTURES[preset])
+    assert pictures == len(PICTURES[preset])
     assert letters >= 11  # px
     assert page_width <= width

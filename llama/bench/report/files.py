@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from llama.bench.report.page import report_page
-from llama.bench.report.plots import as_png, figures
+from llama.bench.report.plots.canvas import as_png
+from llama.bench.report.plots.pictures import figures
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import replace_file

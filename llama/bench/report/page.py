@@ -10,7 +10,8 @@ from importlib import resources
 
 from llama.bench.report.columns import Table
 from llama.bench.report.contents import alarms, byline, deaths, report_sections, title
-from llama.bench.report.plots import PictureLook, as_svg, figures, heading
+from llama.bench.report.plots.canvas import as_svg, heading
+from llama.bench.report.plots.pictures import figures
 from llama.bench.schema import Report
 from llama.cli import palette
 
@@ -21,7 +22,7 @@ def report_page(report: Report, steps: str | None = None) -> str:
     body = [_head(report)]
     for section in report_sections(report):
         pictures = [drawn[name] for name in section.pictures if name in drawn]
-        tables = map(_folded if section.folded else _table, section.tables)
+        tables = [_table(table, folded=section.folded) for table in section.tables]
         body += [_wrapped(section.name, [*pictures, *tables])] if pictures or section.tables else []
     if steps is not None:
         # In a frame, whose script cannot reach anything outside it.
@@ -51,22 +52,19 @@ def _wrapped(name: str, parts: Sequence[str]) -> str:
     return "\n".join([f"<section>\n<h2>{escape(name)}</h2>", *parts, "</section>"])
 
 
-def _folded(table: Table) -> str:
-    shown = _table(replace(table, title=""))
-    return f"<details><summary>{escape(table.title)}</summary>\n{shown}\n</details>"
-
-
 def _pictures(report: Report) -> dict[str, str]:
-    """Return every picture, drawn wide and narrow; the style sheet shows one of the two."""
-    drawn: dict[str, list[str]] = {}
-    for kind in ("wide", "narrow"):
-        for name, figure in figures(report, PictureLook(narrow=kind == "narrow")).items():
-            named = f'<svg class="{kind}" role="img" aria-label="{escape(heading(figure))}"'
-            drawn.setdefault(name, []).append(as_svg(figure, salt=f"{kind} {name}").replace("<svg", named, 1))
-    return {name: "\n".join(["<figure>", *svgs, "</figure>"]) for name, svgs in drawn.items()}
+    """Return every picture by its name; on a narrow page it scrolls."""
+    drawn = {}
+    for name, figure in figures(report).items():
+        named = f'<svg role="img" aria-label="{escape(heading(figure))}"'
+        drawn[name] = f"<figure>\n{as_svg(figure, salt=name).replace('<svg', named, 1)}\n</figure>"
+    return drawn
 
 
-def _table(table: Table) -> str:
+def _table(table: Table, *, folded: bool) -> str:
+    if folded:
+        shown = _table(replace(table, title=""), folded=False)
+        return f"<details><summary>{escape(table.title)}</summary>\n{shown}\n</details>"
     notes = f"<ul>{''.join(f'<li>{_marked(line)}</li>' for line in table.notes)}</ul>" if table.notes else ""
     above = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
     if not table.heads:

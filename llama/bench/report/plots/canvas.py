@@ -7,7 +7,6 @@ import io
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -29,62 +28,39 @@ DASHES = (0, (4, 3))
 _PAPER = {"boxstyle": "square,pad=0.1", "facecolor": PAPER.light, "edgecolor": "none"}  # no grid through words
 
 
-@dataclass(frozen=True)
-class PictureLook:
-    """The page of a picture: wide, or a telephone's."""
-
-    narrow: bool = False
-
-    @property
-    def width(self) -> float:
-        """Inches; at 100 dots an inch the pixels of a page of 900 px, or of one of 360."""
-        return 3.7 if self.narrow else 9.0
-
-    @property
-    def small(self) -> float:
-        """The size of words in points: on a screen at least 11 px."""
-        return 9.0 if self.narrow else 10.0
-
-    def style(self) -> dict[Any, Any]:
-        """Return matplotlib's settings."""
-        return {
-            **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-            **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), FAINT.light),
-            **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "legend.labelcolor"), INK.light),
-            **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK.light),
-            **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize", "axes.titlesize"), self.small),
-            **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), self.small),
-            **{"axes.titleweight": "bold", "axes.titlelocation": "left", "axes.facecolor": PAPER.light},
-            **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID.light},
-            **{"grid.linewidth": 0.8, "legend.borderpad": 0.2, "legend.handlelength": 1.6},
-            "text.parse_math": False,  # a dollar sign in a name does not begin a formula
-        }
+WIDTH = 9.0  # inches; a page shows an inch in 80 to 100 px
+SMALL = 10.0  # points of the words: on such a page at least 11 px
+STYLE: dict[Any, Any] = {  # matplotlib's settings
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), FAINT.light),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "legend.labelcolor"), INK.light),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK.light),
+    **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize", "axes.titlesize"), SMALL),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), SMALL),
+    **{"axes.titleweight": "bold", "axes.titlelocation": "left", "axes.facecolor": PAPER.light},
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID.light},
+    **{"grid.linewidth": 0.8, "legend.borderpad": 0.2, "legend.handlelength": 1.6},
+    "text.parse_math": False,  # a dollar sign in a name does not begin a formula
+}
 
 
 def new_figure(
-    look: PictureLook,
-    heading: str,
-    below: str,
-    *,
-    heights: Sequence[float],
-    times: Sequence[int],
-    legend: int = 1,
-    **grid: Any,
+    heading: str, below: str, *, heights: Sequence[float], times: Sequence[int], legend: bool = True, **grid: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with its heading, `below` in small words under it, and empty panels of these heights in inches.
 
-    Wide, up to three panels stand side by side; narrow, one under another. `times` are the panels that show times;
-    `legend` the lines to reserve above all panels. `grid` goes to subplots.
+    Up to three panels stand side by side. `times` are the panels that show times; `legend` reserves a line above all
+    panels. `grid` goes to subplots.
     """
-    heads, words = _balanced(heading, 30 if look.narrow else 74), textwrap.wrap(below, 46 if look.narrow else 112)
-    columns = 1 if look.narrow else min(len(heights), 3)
+    heads, words = _balanced(heading, 74), textwrap.wrap(below, 112)
+    columns = min(len(heights), 3)
     rows = [max(heights[place : place + columns]) for place in range(0, len(heights), columns)]
     head = 0.3 + 0.25 * len(heads) + 0.17 * len(words)  # inches
     tall = head + 0.23 * legend + sum(rows)
-    figure = Figure(figsize=(look.width, tall), facecolor=PAPER.light)
+    figure = Figure(figsize=(WIDTH, tall), facecolor=PAPER.light)
     under = (head + 0.23 * legend) / tall
     figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 0.99 - under), w_pad=0.06, h_pad=0.06)
-    top: dict[str, Any] = {"va": "top", "x": 0.09 / look.width}
+    top: dict[str, Any] = {"va": "top", "x": 0.09 / WIDTH}
     figure.text(s="\n".join(heads), y=1 - 0.1 / tall, fontsize=14, weight="bold", linespacing=1.2, **top)
     figure.text(s="\n".join(words), y=1 - (0.16 + 0.25 * len(heads)) / tall, color=FAINT.light, fontsize=10, **top)
     axes = list(figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows, **grid).flat)
@@ -106,10 +82,10 @@ def heading(figure: Figure) -> str:
     return " ".join(figure.texts[0].get_text().split())
 
 
-def mark_noisy(figure: Figure, look: PictureLook, words: str) -> None:
+def mark_noisy(figure: Figure, words: str) -> None:
     """Write a warning across every panel that shows times."""
     for ax in (ax for ax in figure.axes if ax.get_label() == "times"):
-        size = 14 if look.narrow or len(figure.axes) > 2 else 20
+        size = 14 if len(figure.axes) > 2 else 20
         said = ax.text(0.5, 0.5, words.replace(", ", "\n"), transform=ax.transAxes, ha="center", va="center",
                        rotation=20, fontsize=size, color=ALARM.light, alpha=0.35)  # fmt: skip
         said.set_in_layout(False)

@@ -1,60 +1,43 @@
-"""The pictures of all presets, a function for each. One returns None if the report has no figures for it."""
+"""The pictures of all presets. A function that draws one returns None if the report has no figures for it."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED, megabytes
+from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
 from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
-from llama.bench.report.plots.canvas import (
-    COLORS,
-    DASHES,
-    MARKERS,
-    MODES,
-    PictureLook,
-    counted,
-    draw_bars,
-    draw_factors,
-    draw_modes,
-    draw_rows,
-    error_bars,
-    legend,
-    log_x,
-    log_y,
-    mode_legend,
-    new_figure,
-    row_height,
-    ticks,
-)
+from llama.bench.report.plots import canvas
 from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread, spread
-from llama.cli.palette import (
-    ACTIVATIONS,
-    ANEW,
-    CACHE,
-    FAINT,
-    GRID,
-    INK,
-    LOGITS,
-    PAPER,
-    UNNAMED,
-    WEIGHTS,
-    WORKSPACE,
-)
+from llama.cli import palette
 from llama.costs import MB
 
-PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
+SHADES = (palette.WEIGHTS, palette.CACHE, palette.LOGITS, palette.ACTIVATIONS, palette.WORKSPACE, palette.UNNAMED)
+PART_COLORS = dict(zip(PARTS, SHADES, strict=True))
 
 
-def draw_time(report: Report, look: PictureLook) -> Figure | None:
+def figures(report: Report) -> dict[str, Figure]:
+    """Return the pictures that the report has figures for, by name, in reading order."""
+    painters = {"time": draw_time, "memory": draw_memory, "steps": draw_steps, "speedup": draw_speedup}
+    painters["kinds"] = draw_kinds
+    with matplotlib.rc_context(canvas.STYLE):
+        found = {name: figure for name, draw in painters.items() if (figure := draw(report)) is not None}
+        for figure in found.values() if is_noisy(report) else ():
+            canvas.mark_noisy(figure, NOISY)
+        return {name: canvas.laid_out(figure) for name, figure in found.items()}
+
+
+def draw_time(report: Report) -> Figure | None:
     """Draw the time of the whole job in both modes, a row for each pair, and beside it how many times faster it is."""
     grouped, rows = groups(report), saved(report)
     if not grouped:
@@ -63,25 +46,23 @@ def draw_time(report: Report, look: PictureLook) -> Figure | None:
     names = [group[0].pair_label for group in grouped]
     measured = [row["times_faster"] for row in rows if not row["predicted"]]
     words = f"{range_faster(measured)} with the KV cache" if measured else "Time of the whole job"
-    heights = [row_height(len(grouped))] * (2 if factors else 1)
-    ratios = None if look.narrow or not factors else [3, 2]
-    figure, axes = new_figure(
-        look, words, _job(report, grouped), heights=heights, times=range(len(heights)), width_ratios=ratios
-    )
-    draw_rows(axes[0], names, range(len(names)))
+    heights = [canvas.row_height(len(grouped))] * (2 if factors else 1)
+    ratios, times = [3, 2] if factors else None, range(len(heights))
+    figure, axes = canvas.new_figure(words, _job(report, grouped), heights=heights, times=times, width_ratios=ratios)
+    canvas.draw_rows(axes[0], names, range(len(names)))
     for place, group in enumerate(grouped):
         _draw_times(axes[0], place, sorted(group, key=lambda view: _seconds(view)["median"]))
     spreads = [_seconds(view) for group in grouped for view in group]
     lowest, highest = min(one["p10"] for one in spreads), max(one["p90"] for one in spreads)
     room = (highest / lowest) ** 0.24 * 1.5  # for the words at both ends
     axes[0].set(xscale="log", xlim=(lowest / room, highest * room), xlabel="time of the whole job, s (log scale)")
-    is_wide = highest / lowest > (30 if look.narrow else 120)
-    ticks(axes[0].xaxis, LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0), numticks=20))
+    is_wide = highest / lowest > 120
+    canvas.ticks(axes[0].xaxis, LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0), numticks=20))
     if factors:
-        views = [group[0] for group in grouped]
-        named = names if look.narrow else [""] * len(names)
-        draw_factors(axes[1], named, [factors.get(view.index) for view in views], [view.is_predicted for view in views])
-    mode_legend(figure)
+        views, unnamed = [group[0] for group in grouped], [""] * len(names)  # their names stand in the first panel
+        predicted = [view.is_predicted for view in views]
+        canvas.draw_factors(axes[1], unnamed, [factors.get(view.index) for view in views], predicted)
+    canvas.mode_legend(figure)
     return figure
 
 
@@ -94,90 +75,92 @@ def _seconds(view: CellView) -> Spread:
 def _draw_times(ax: Axes, place: int, views: Sequence[CellView]) -> None:
     """Draw a point for each cell, hollow if predicted, its time at the outer side, and a line between two."""
     spreads = [_seconds(view) for view in views]
-    ax.plot([one["median"] for one in spreads], [place] * len(spreads), color=GRID.light, lw=4, zorder=1)
+    ax.plot([one["median"] for one in spreads], [place] * len(spreads), color=palette.GRID.light, lw=4, zorder=1)
     for i, (view, one) in enumerate(zip(views, spreads, strict=True)):
         mode = on_or_off(view.cell.kv_caching)
-        face = PAPER.light if view.is_predicted else COLORS[mode]
-        ax.errorbar(one["median"], place, xerr=error_bars([one]), color=COLORS[mode], mfc=face, marker=MARKERS[mode],
-                    ms=6, capsize=3)  # fmt: skip
+        face = palette.PAPER.light if view.is_predicted else canvas.COLORS[mode]
+        look: dict[str, Any] = {"color": canvas.COLORS[mode], "mfc": face, "marker": canvas.MARKERS[mode], "ms": 6}
+        ax.errorbar(one["median"], place, xerr=canvas.error_bars([one]), capsize=3, **look)
         left, words = i == 0 and len(views) > 1, f"{'~' * view.is_predicted}{in_seconds(one['median'])}"
         ax.annotate(words, (one["p10"] if left else one["p90"], place), (-7 if left else 7, 0),
                     textcoords="offset points", va="center", ha="right" if left else "left")  # fmt: skip
 
 
-def draw_memory(report: Report, look: PictureLook) -> Figure | None:
+def draw_memory(report: Report) -> Figure | None:
     """Draw the peak of each cell as a bar of its parts, under the sentence that names the largest one."""
     grouped = [own for group in groups(report) if (own := [view for view in group if view.line("peak") is not None])]
     if not grouped:
         return None
     views = [view for group in grouped for view in group]
     places = [place + 0.3 * n for place, n in enumerate(n for n, group in enumerate(grouped) for _ in group)]
-    lines, words = 2 if look.narrow else 1, peak_sentence(report)
-    figure, (ax,) = new_figure(look, words, _job(report), heights=[row_height(places[-1] + 1)], times=(), legend=lines)
-    for name, view in zip(draw_rows(ax, [view.label for view in views], places), views, strict=True):
-        name.set(color=COLORS[on_or_off(view.cell.kv_caching)], weight="bold")
+    heights = [canvas.row_height(places[-1] + 1)]
+    figure, (ax,) = canvas.new_figure(peak_sentence(report), _job(report), heights=heights, times=())
+    for name, view in zip(canvas.draw_rows(ax, [view.label for view in views], places), views, strict=True):
+        name.set(color=canvas.COLORS[on_or_off(view.cell.kv_caching)], weight="bold")
     ends = [0.0] * len(views)
     stacks = [peak_parts(view) for view in views]
     for part in (part for part in PARTS if any(part in stack for stack in stacks)):
         widths = [stack.get(part, 0) / MB for stack in stacks]
-        ax.barh(places, widths, 0.42, ends, color=PART_COLORS[part].light, label=part, edgecolor=PAPER.light, lw=0.8)
+        ax.barh(
+            places, widths, 0.42, ends, color=PART_COLORS[part].light, label=part, edgecolor=palette.PAPER.light, lw=0.8
+        )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, view, end in zip(places, views, ends, strict=True):
         predicted = " predicted" if is_peak_predicted(view) else ""
         ax.annotate(
             f"{megabytes(peak_bytes(view))}{predicted}", (end, place), (4, 0), textcoords="offset points", va="center"
         )
-    ax.set_xlim(0, (1.35 if look.narrow else 1.15) * max(ends))
+    ax.set_xlim(0, 1.15 * max(ends))
     ax.set_xlabel("memory at the peak, MB (2^20 bytes)")
-    legend(figure, ncols=-(-len(ax.containers) // lines))
+    canvas.legend(figure, ncols=len(ax.containers))
     return figure
 
 
-def draw_speedup(report: Report, look: PictureLook) -> Figure | None:
+def draw_speedup(report: Report) -> Figure | None:
     """Draw times of both modes against the number of generated tokens, and their ratio as bars."""
     rows = growth(report)
     if not rows:
         return None
     words = [f"{faster(row['times_faster'])} at {row['generated']}" for row in (rows[0], rows[-1])]
-    heights = [2.9 if look.narrow else 3.6, row_height(len(rows))]
-    below = f"{_job(report)}; {counted(row['on_s'] for row in rows)}"
-    figure, (left, right) = new_figure(
-        look, f"With the cache {' and '.join(words)} generated tokens", below, heights=heights, times=(0, 1)
-    )
+    head = f"With the cache {' and '.join(words)} generated tokens"
+    below = f"{_job(report)}; {canvas.counted(row['on_s'] for row in rows)}"
+    figure, (left, right) = canvas.new_figure(head, below, heights=[3.6, canvas.row_height(len(rows))], times=(0, 1))
     lengths = [row["generated"] for row in rows]
-    draw_modes(left, lengths, [{"on": row["on_s"], "off": row["off_s"]} for row in rows])
-    log_y([left], "time of the whole job, s")
-    log_x(left, "generated tokens", lengths)
-    draw_factors(right, [f"{length} generated tokens" for length in lengths], [row["times_faster"] for row in rows])
-    mode_legend(figure)
+    canvas.draw_modes(left, lengths, [{"on": row["on_s"], "off": row["off_s"]} for row in rows])
+    canvas.log_y([left], "time of the whole job, s")
+    canvas.log_x(left, "generated tokens", lengths)
+    canvas.draw_factors(
+        right, [f"{length} generated tokens" for length in lengths], [row["times_faster"] for row in rows]
+    )
+    canvas.mode_legend(figure)
     return figure
 
 
-def draw_steps(report: Report, look: PictureLook) -> Figure | None:
+def draw_steps(report: Report) -> Figure | None:
     """Draw the time of a step in both modes by context, a panel for each batch size; of a sweep also by batch size."""
     panels, lines = step_groups(report), fits(report)
     if not panels:
         return None
-    timed = [row[mode] for _, _, rows in panels for row in rows for mode in MODES if row.get(mode)]
-    below = f"{_job(report)}; {counted(timed)}{'; dashed: fitted lines' if lines else ''}"
-    heights, places = [2.3 if look.narrow else 3.6] * len(panels), range(len(panels))
+    timed = [row[mode] for _, _, rows in panels for row in rows for mode in canvas.MODES if row.get(mode)]
+    below = f"{_job(report)}; {canvas.counted(timed)}{'; dashed: fitted lines' if lines else ''}"
+    heights, places = [3.6] * len(panels), range(len(panels))
     words = crossover_words(report) or growth_words(panels[0])
-    figure, axes = new_figure(look, words, below, heights=heights, times=places, sharey=True)
+    figure, axes = canvas.new_figure(words, below, heights=heights, times=places, sharey=True)
     for ax, (title, column, rows) in zip(axes, panels, strict=True):
         values = [row[column] for row in rows]
-        draw_modes(ax, values, rows, scale=1e3)
-        log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, apart=4.0)
+        canvas.draw_modes(ax, values, rows, scale=1e3)
+        canvas.log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, apart=4.0)
         ax.set_title(title)
         for line in lines if column == "context" else ():
             fitted = [1e3 * (line["base"] + line["slope"] * context) for context in values]
-            ax.plot(values, fitted, color=COLORS[line["kv_caching"]], lw=1.4, ls=DASHES)
+            ax.plot(values, fitted, color=canvas.COLORS[line["kv_caching"]], lw=1.4, ls=canvas.DASHES)
     for ax, one in zip(axes, crossovers(report), strict=False):
         if one["context"]:
-            ax.axvline(one["context"], color=INK.light, lw=1.2, ls=DASHES)
+            ax.axvline(one["context"], color=palette.INK.light, lw=1.2, ls=canvas.DASHES)
         else:
-            ax.text(0.03, 0.97, "no crossover", transform=ax.transAxes, va="top", color=FAINT.light)
-    log_y(axes, "step, ms" if look.narrow else "time of a step, ms")
-    mode_legend(figure)
+            ax.text(0.03, 0.97, "no crossover", transform=ax.transAxes, va="top", color=palette.FAINT.light)
+    canvas.log_y(axes, "time of a step, ms")
+    canvas.mode_legend(figure)
     return figure
 
 
@@ -186,12 +169,12 @@ def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
     _, column, rows = panel
     first, last = rows[0], rows[-1]
     said = [f"{last[mode]['median'] / first[mode]['median']:.3g} times {words}"
-            for mode, words in MODES.items() if first.get(mode) and last.get(mode)]  # fmt: skip
+            for mode, words in canvas.MODES.items() if first.get(mode) and last.get(mode)]  # fmt: skip
     name = column.replace("_", " ")
     return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
-def draw_kinds(report: Report, look: PictureLook) -> Figure | None:
+def draw_kinds(report: Report) -> Figure | None:
     """Draw bytes, time and quality of every kind of cache at one length, a row for each kind, all bars from zero."""
     rows = kind_rows(report) if report["preset"] == "caches" else []
     if not rows:
@@ -200,15 +183,15 @@ def draw_kinds(report: Report, look: PictureLook) -> Figure | None:
     words = f"{least['kind']} stores {least['of_full'] or 1:.2g} of the bytes of {full}"
     if least["judged"]:
         words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens"
-    heights, names = [row_height(len(rows))] * 3, [row["kind"] for row in rows]
+    heights, names = [canvas.row_height(len(rows))] * 3, [row["kind"] for row in rows]
     below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1 against the model without a cache"
-    figure, axes = new_figure(look, words, below, heights=heights, times=(1,), legend=0)
+    figure, axes = canvas.new_figure(words, below, heights=heights, times=(1,), legend=False)
     stored = [row["cache_bytes"] / MB if row.get("cache_bytes") is not None else None for row in rows]
     seconds = [1e3 * statistics.median(row["step_seconds"]) if row.get("step_seconds") else None for row in rows]
     other = [100 * (1 - row["top1_agreement"]) if row["judged"] else None for row in rows]
-    draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=CACHE.light)
-    draw_bars(axes[1], names, seconds, "time per token, ms", ".3g")
-    draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=ANEW.light, missing=NOT_JUDGED)
+    canvas.draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=palette.CACHE.light)
+    canvas.draw_bars(axes[1], names, seconds, "time per token, ms", ".3g")
+    canvas.draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=palette.ANEW.light, missing=NOT_JUDGED)
     return figure
 
 
@@ -220,4 +203,4 @@ def _job(report: Report, grouped: Sequence[Sequence[CellView]] = ()) -> str:
     words += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
     measured = [_seconds(view) for group in grouped for view in group if view.is_measured]
     hollow = "; hollow: predicted" if any(view.is_predicted for group in grouped for view in group) else ""
-    return ", ".join(words) + (f"; {counted(measured)}" if measured else "") + hollow
+    return ", ".join(words) + (f"; {canvas.counted(measured)}" if measured else "") + hollow
