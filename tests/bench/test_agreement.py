@@ -38,7 +38,6 @@ def test_llama_cpp_finds_the_same_most_likely_with_the_same_weights() -> None:
     assert found == one_pass(LlamaEngine(model, Bytes()))
     assert path == peer.path
     assert peer.run([[1, 2]], 2, kv_caching=True).ids  # which wants the logits of its last position alone
-    peer.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from llama.model import Transformer
 from llama.request import Options, common_beginning
 from llama.streaming import TextCodec, encode_prompt
 
+Prompts = Sequence[Sequence[int]]  # the ids of each row
 GREEDY: Options = {"temperature": 0.0}
 SCORED = 64  # positions whose logits are computed at a time, if those of all are needed
 
@@ -53,9 +54,7 @@ class Engine(ABC):
         self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
 
     @abstractmethod
-    def run(
-        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
-    ) -> Run:
+    def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         """Continue every prompt by its `output_len` most likely tokens, past any end-of-text.
 
         With `steps`, stop after so many forwards, with memory reserved for all: a warm-up.
@@ -134,9 +133,7 @@ class LlamaEngine(Engine):
         super().__init__(model.args, tokenizer, path=path, weights_bytes=weights)
         self.model, self.tokenizer, self.logits = model, tokenizer, logits
 
-    def run(
-        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
-    ) -> Run:
+    def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         run = Run(logits_bytes=0)
         times: list[float] = []  # when each forward began, and when the last token was there
         with self._watched(run, times, last=steps or output_len, steps=steps):

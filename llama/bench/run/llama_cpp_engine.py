@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import SCORED, Conversation, Engine, Run, cached_prefix
+from llama.bench.run.engines import SCORED, Conversation, Engine, Prompts, Run, cached_prefix
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
@@ -46,13 +46,13 @@ class LlamaCppEngine(Engine):
         cache: torch.dtype = torch.float16,
         resources: ExitStack | None = None,
     ) -> None:
-        """Load a .gguf file. `weights` names their layout if they are quantized; `resources` are closed at the end."""
+        """Load a .gguf file. `weights` names their layout if they are quantized. The engine takes over `resources`."""
         self.api = check_engine("llama.cpp")
         _log_errors_only(self.api)
         self._pointer = _loaded(self.api, file)
         resources = ExitStack() if resources is None else resources
         resources.callback(self.api.llama_model_free, self._pointer)
-        self._finalizer = weakref.finalize(self, resources.close)
+        weakref.finalize(self, resources.pop_all().close)
         self._cache_type = _GGML_TYPES[cache]
         path = f"llama.cpp (llama-cpp-python {self.api.__version__})"
         path += f", {weights} weights, fp16 cache" if weights else ""
@@ -67,8 +67,7 @@ class LlamaCppEngine(Engine):
         api = check_engine("llama.cpp")
         if model.device.type != "cpu":
             raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
-        stack = ExitStack()
-        try:
+        with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
             _log_errors_only(api)
@@ -77,20 +76,9 @@ class LlamaCppEngine(Engine):
             kind = None if quantize is None else _GGML_QUANTIZED[quantize][0]
             dtype = torch.float16 if quantize else model.norm.weight.dtype
             return cls(file, model.args, tokenizer, weights=kind, cache=dtype, resources=stack)
-        except BaseException:
-            stack.close()
-            raise
 
-    def close(self) -> None:
-        """Free the model and delete its file; the engine cannot run any more."""
-        self._finalizer()
-
-    def run(
-        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
-    ) -> Run:
+    def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         """Continue every prompt; see `Engine`. Raises ValueError without the cache, which llama.cpp always has."""
-        if not self._finalizer.alive:
-            raise ValueError("this engine was closed; make a new one")
         _check_cached(kv_caching)
         request = make_request(self.args, kv_caching, prompts, output_len, (), {})
         run = Run(ids=[[] for _ in prompts])
@@ -123,7 +111,7 @@ class LlamaCppEngine(Engine):
         return LlamaCppConversation(self, length)
 
     def forward(
-        self, context: Any, batch: Any, fed: Sequence[Sequence[int]], starts: Sequence[int], *, every: bool = False
+        self, context: Any, batch: Any, fed: Prompts, starts: Sequence[int], *, every: bool = False
     ) -> list[int]:
         """Feed every row at its position, and return the most likely next token of each, or of every position."""
         at, asked = 0, []

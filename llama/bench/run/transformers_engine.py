@@ -1,14 +1,14 @@
 """transformers as an engine of the benchmark, with the weights of our model."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.bench.run.engines import Conversation, Engine, Run, cached_prefix, hooked, stored_weight_bytes
+from llama.bench.run.engines import Conversation, Engine, Prompts, Run, cached_prefix, hooked, stored_weight_bytes
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
@@ -38,9 +38,7 @@ class TransformersEngine(Engine):
         path = f"transformers {transformers.__version__} eager, {config._attn_implementation}"
         super().__init__(model.args, tokenizer, path=path, weights_bytes=stored_weight_bytes(twin))
 
-    def run(
-        self, prompts: Sequence[Sequence[int]], output_len: int, *, kv_caching: bool, steps: int | None = None
-    ) -> Run:
+    def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` reserve nothing."""
         make_request(self.args, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
         count = min(steps or output_len, output_len)
@@ -124,7 +122,7 @@ class _Clock:
     def end(self) -> None: ...
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def _left_padded(prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids and attention mask, (rows, longest); transformers continues at the right end."""
     longest = max(map(len, prompts))
     ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
