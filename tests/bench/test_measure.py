@@ -17,7 +17,7 @@ from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
-from llama.bench.run.models import Opened, find_model, random_model, settled
+from llama.bench.run.models import Opened, find_model, make_cell, random_model
 from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
@@ -288,6 +288,13 @@ def test_the_ledger_equals_the_manual_sum_and_the_tensors(kv_caching: bool, logi
     assert rows[0]["weights_bytes"] == 109_184
 
 
+def test_resident_memory_is_a_line_beside_the_tensors() -> None:
+    rows = measure(CELL, Opened(engine_for(CELL), {"weights": "checkpoint"}, resident_before=1_000_000))
+    (resident,) = [row for row in rows if row.get("name") == "resident"]
+    assert (resident["before_bytes"], resident["measured_bytes"]) == (1_000_000, rows[0]["resident_peak_bytes"][0])
+    assert "counts" not in resident
+
+
 @pytest.mark.parametrize(
     ("kv_caching", "logits", "dtype", "tied_head"),
     [
@@ -514,11 +521,12 @@ def test_an_engine_is_named_with_its_modes() -> None:
         read_engine("llama.cpp:int8:int4")
 
 
-def test_a_text_is_the_prompt_of_every_row_and_its_length_is_counted() -> None:
-    engine = engine_for(CELL, vocab_size=258)
-    cell = settled(CELL.but(text="abc"), engine.encode)
+def test_a_text_is_the_prompt_of_every_row_and_its_length_is_counted(native_sized: str) -> None:
+    cell = make_cell(ckpt_dir=native_sized, device="cpu", batch_size=3, text="hello", output_len=5)
+    engine = built(cell)
     rows = run_once(cell, engine)
-    assert "3 x 4 in" in next(row["detail"] for row in rows if row.get("name") == "tokens")  # BOS and three bytes
+    length = len(engine.encode("hello"))
+    assert f"3 x {length} in" in next(row["detail"] for row in rows if row.get("name") == "tokens")
     assert rows[0]["ids"][0] == rows[0]["ids"][1] == rows[0]["ids"][2]
     assert violated(rows) == []
 

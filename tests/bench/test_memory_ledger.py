@@ -12,7 +12,6 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run import memory_ledger
 from llama.bench.run.memory_ledger import (
-    Measured,
     cache_of,
     check_length,
     check_memory,
@@ -29,9 +28,11 @@ LAYER = tiny_args(dim=32, ffn_dim=256, vocab_size=40, max_seq_len=64)  # its fee
 HEAD = tiny_args(dim=32, ffn_dim=32, vocab_size=4096, max_seq_len=64)
 
 
-def ledger_of(args: ModelArgs, cell: Cell = CELL, *, device_workspace: int = 0, **measured: Any) -> dict[str, Row]:
+def ledger_of(
+    args: ModelArgs, cell: Cell = CELL, measured: Any = None, *, device_workspace: int = 0, **named: Any
+) -> dict[str, Row]:
     """Return the lines of a ledger by name."""
-    rows = make_ledger(args, cell, predict(args, cell, workspace=device_workspace), Measured(**measured))
+    rows = make_ledger(args, cell, predict(args, cell, workspace=device_workspace), measured, **named)
     return {row["name"]: row for row in rows}
 
 
@@ -83,26 +84,25 @@ def test_lines_of_the_head_are_those_of_the_dtype() -> None:
 def test_a_tied_head_is_named_and_takes_no_memory() -> None:
     tied, untied = (tiny_args(dim=32, vocab_size=40, tied_head=tied) for tied in (True, False))
     embedding = 40 * 32 * 4
-    own = ledger_of(untied, weights=1000 + embedding, head=embedding)
+    own = ledger_of(untied, measured={"weights": 1000, "head": embedding})
     assert (own["head"]["predicted_bytes"], own["head"]["measured_bytes"], own["head"]["note"]) == (
         embedding,
         embedding,
         "",
     )
     assert own["weights"]["measured_bytes"] == 1000
-    shared = ledger_of(tied, weights=1000, head=0)
+    shared = ledger_of(tied, measured={"weights": 1000, "tied head": 0})
     assert (shared["tied head"]["predicted_bytes"], shared["tied head"]["measured_bytes"]) == (0, 0)
     assert shared["tied head"]["note"] == "is the embedding; on its own it would take 0.0 MB"
     assert shared["weights"]["predicted_bytes"] == own["weights"]["predicted_bytes"]
     assert shared["weights"]["measured_bytes"] == 1000
-    assert ledger_of(untied, weights=1000)["weights"]["measured_bytes"] == 1000
     assert "head" not in shared
 
 
 def test_the_rest_of_the_measured_peak_is_the_activations() -> None:
     predicted = ledger_of(LAYER, device_workspace=500)["peak"]["predicted_bytes"]
-    known = {"weights": 90_000, "head": 5_000, "cache": 8_000, "logits": 320}
-    lines = ledger_of(LAYER, **known, peak=200_000, measured_by="a trace", device_workspace=500)
+    known = {"weights": 85_000, "head": 5_000, "KV cache": 8_000, "logits": 320, "peak": 200_000}
+    lines = ledger_of(LAYER, measured=known, measured_by="a trace", device_workspace=500)
     before = lines["logits of the step before"]["predicted_bytes"] if "logits of the step before" in lines else 0
     assert lines["prefill activations"]["measured_bytes"] == 200_000 - 90_000 - 8_000 - 500 - before
     assert lines["prefill activations"]["note"] == "measured is what the other lines leave of the measured peak"
@@ -117,12 +117,6 @@ def test_what_was_not_measured_is_none_and_has_no_note() -> None:
     assert lines.pop("peak")["note"] == "not measured"
     assert {line["measured_bytes"] for line in lines.values()} == {None}
     assert {line["note"] for line in lines.values()} == {""}
-
-
-def test_resident_memory_is_a_line_beside_the_tensors() -> None:
-    line = ledger_of(LAYER, resident=(1_000_000, 5_000_000))["resident"]
-    assert (line["before_bytes"], line["measured_bytes"]) == (1_000_000, 5_000_000)
-    assert "counts" not in line
 
 
 @pytest.mark.parametrize(
@@ -141,7 +135,7 @@ def test_the_note_on_activations_says_what_they_were_predicted_for(
     changes: dict[str, Any], note: str, peak: int | None
 ) -> None:
     args = tiny_args(dim=64, n_heads=2, n_kv_heads=1, ffn_dim=96, vocab_size=50)
-    lines = ledger_of(args, CELL.but(**changes), peak=peak)
+    lines = ledger_of(args, CELL.but(**changes), {"peak": peak})
     (words,) = [line["note"] for name, line in lines.items() if name.endswith("activations")]
     measured = "measured is what the other lines leave of the measured peak" if peak else ""
     assert words.startswith(note) if note else words == measured

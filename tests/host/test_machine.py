@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import llama
 from llama.bench.run import jobs, memory
-from llama.bench.run.memory import Peak, tensor_peak
+from llama.bench.run.memory import peaks, reset_peaks, tensor_peak
 from llama.host import machine
 from llama.host.machine import available_memory, ceilings, environment
 
@@ -156,27 +156,23 @@ def touch(nbytes: int) -> None:
 @on_linux
 def test_a_peak_sees_memory_that_was_touched_and_freed_and_none_from_before() -> None:
     touch(300 * MIB)
-    peak = Peak(CPU)
-    peak.start()
+    reset_seen = reset_peaks(CPU)
     touch(100 * MIB)
-    seen = peak.stop()
-    assert peak.reset_seen is not None
-    at_reset, began = peak.reset_seen
+    seen = peaks(CPU)
+    assert reset_seen is not None
+    at_reset, began = reset_seen
     assert abs(at_reset - began) < 8 * MIB
-    assert seen["resident_peak_bytes"] is not None
     assert 95 * MIB < seen["resident_peak_bytes"] - began < 150 * MIB
-    assert seen["tensor_peak_bytes"] is None
+    assert "tensor_peak_bytes" not in seen
 
 
 @on_linux
 def test_a_reset_that_does_not_work_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     touch(200 * MIB)
     monkeypatch.setattr(memory, "reset_peak_resident", lambda: True)
-    peak = Peak(CPU)
-    peak.start()
-    assert peak.reset_seen is not None
-    at_reset, began = peak.reset_seen
-    assert at_reset - began > 150 * MIB
+    reset_seen = reset_peaks(CPU)
+    assert reset_seen is not None
+    assert reset_seen[0] - reset_seen[1] > 150 * MIB
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no getrusage")
@@ -189,13 +185,12 @@ def test_where_proc_is_missing_the_peak_is_that_of_getrusage_in_bytes() -> None:
 @with_cuda
 def test_a_peak_on_a_gpu_counts_allocated_bytes() -> None:
     device = torch.device("cuda")
-    peak = Peak(device)
-    peak.start()
+    reset_seen = reset_peaks(device)
     torch.ones(100 * FLOATS, device=device)
-    seen = peak.stop()
-    assert peak.reset_seen is not None
-    assert peak.reset_seen[0] == peak.reset_seen[1]
-    assert seen["tensor_peak_bytes"] == peak.reset_seen[1] + 100 * MIB
+    seen = peaks(device)
+    assert reset_seen is not None
+    assert reset_seen[0] == reset_seen[1]
+    assert seen["tensor_peak_bytes"] == reset_seen[1] + 100 * MIB
 
 
 def repeat_temporaries() -> None:

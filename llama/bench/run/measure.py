@@ -12,9 +12,8 @@ import torch
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Engine, LlamaEngine, Run
-from llama.bench.run.memory import Peak, tensor_peak
+from llama.bench.run.memory import peaks, reset_peaks, tensor_peak
 from llama.bench.run.memory_ledger import (
-    Measured,
     cache_of,
     layout_of,
     make_ledger,
@@ -38,20 +37,22 @@ def measure(cell: Cell, opened: Opened, *, trace: bool = True) -> list[Row]:
     prompts = make_prompts(cell, engine)
     warm_up = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=min(2, cell.output_len))
     gc.collect()
-    peak, load = Peak(device), OtherLoad()
-    peak.start()
+    reset_seen, load = reset_peaks(device), OtherLoad()
     load.start()
     run = engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching)
-    row = times_of(run, load.stop(), peak.stop())
+    row: Row = {"figures": "cell", "error": None, "path": run.path or engine.path, "other_load_cores": [load.stop()]}
+    row |= {name: [nbytes] for name, nbytes in peaks(device).items()}
+    times = [run.started, *run.token_times]
+    row |= {"seconds": [times[-1] - times[0]], "first_token_seconds": [times[1] - times[0]]}
+    row["step_seconds"] = [[after - before for before, after in pairwise(run.token_times)]]
     if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
         traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
         row["tensor_peak_bytes"] = [engine.weights_bytes + traced]
-    row |= {"figures": "cell", "error": None, "path": run.path or engine.path}
     row["notes"] = notes(cell, weights=opened.facts["weights"])
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
     row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
     row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=opened.stored)
-    rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.args.max_seq_len, reset_seen=peak.reset_seen)]
+    rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.args.max_seq_len, reset_seen=reset_seen)]
     if trace and isinstance(engine, LlamaEngine):
         rows += _ledger(cell, opened, engine, run, row)
     return rows
@@ -79,19 +80,6 @@ def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
     stream, size = torch.Generator().manual_seed(cell.seed), (cell.batch_size, cell.input_len)
     ids: list[list[int]] = torch.randint(engine.args.vocab_size, size, generator=stream).tolist()
     return ids
-
-
-def times_of(run: Run, other_load: float | None, memory: dict[str, int | None]) -> Row:
-    """Return what the clock and the memory statistics show of a run."""
-    times = [run.started, *run.token_times]
-    steps = [after - before for before, after in pairwise(times[1:])]
-    row: Row = {
-        "seconds": [times[-1] - times[0]],
-        "first_token_seconds": [times[1] - times[0]],
-        "step_seconds": [steps],
-    }
-    row["other_load_cores"] = [other_load]
-    return {**row, **{name: [nbytes] for name, nbytes in memory.items() if nbytes is not None}}
 
 
 def make_work(
@@ -131,24 +119,22 @@ def make_work(
 
 def _ledger(cell: Cell, opened: Opened, engine: LlamaEngine, run: Run, row: Row) -> list[Row]:
     """Return the ledger of a cell, with the resident memory of the process on a CPU."""
-    peaks, residents = row.get("tensor_peak_bytes"), row.get("resident_peak_bytes")
-    device, resident = torch.device(cell.device), None
-    if device.type == "cpu" and opened.resident_before is not None and residents:
-        resident = opened.resident_before, residents[0]
-    measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
-    head, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
+    device = torch.device(cell.device)
+    weight, embedding = engine.model.output.weight, engine.model.tok_embeddings.weight
+    head = 0 if weight is embedding else weight.nbytes
     predicted = predict(engine.args, cell, workspace=workspace(device), stored=opened.stored)
-    at_end = _cache_at_end(engine.args, cell)
-    measured = Measured(
-        weights=engine.weights_bytes,
-        head=0 if head is embedding else head.nbytes,
-        cache=run.cache_bytes if predicted.cache == at_end else None,  # the cache is measured at the last forward alone
-        logits=run.logits_bytes,
-        peak=peaks[0] if peaks else None,
-        measured_by=measured_by if peaks else "not measured",
-        resident=resident,
-    )
-    return make_ledger(engine.args, cell, predicted, measured)
+    measured = {"weights": engine.weights_bytes - head, "tied head": head, "head": head, "logits": run.logits_bytes}
+    if predicted.cache == _cache_at_end(engine.args, cell):  # the cache is measured at the last forward alone
+        measured["KV cache"] = run.cache_bytes
+    measured_by = "not measured"
+    if peaks := row.get("tensor_peak_bytes"):
+        measured["peak"] = peaks[0]
+        measured_by = "max_memory_allocated" if device.type == "cuda" else "a trace of PyTorch's CPU allocator"
+    rows = make_ledger(engine.args, cell, predicted, measured, measured_by=measured_by)
+    before, residents = opened.resident_before, row.get("resident_peak_bytes")
+    if device.type == "cpu" and before is not None and residents:
+        rows.append({"figures": "memory", "name": "resident", "measured_bytes": residents[0], "before_bytes": before})
+    return rows
 
 
 def _cache_at_end(args: ModelArgs, cell: Cell) -> int:

@@ -14,34 +14,27 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-class Peak:
-    """The peak memory of the work between `start()` and `stop()`.
+def reset_peaks(device: torch.device) -> tuple[int, int] | None:
+    """Reset the statistics of the peaks, and return (peak, current): allocated bytes on a GPU, else resident ones.
 
-    reset_seen: (peak, current) right after `start()` reset the statistics: CUDA's allocated bytes on a GPU, otherwise
-    resident bytes. If they lie far apart, the reset did not work, and the peak is that of earlier work.
+    If the two lie far apart, the reset did not work, and the next peak is that of earlier work.
     """
+    was_reset = reset_peak_resident()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    peak, now = peak_resident_bytes(), resident_bytes()
+    return None if peak is None or now is None or not was_reset else (peak, now)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.reset_seen: tuple[int, int] | None = None
 
-    def start(self) -> None:
-        was_reset = reset_peak_resident()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.reset_seen = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
-            return
-        peak, now = peak_resident_bytes(), resident_bytes()
-        self.reset_seen = None if peak is None or now is None or not was_reset else (peak, now)
-
-    def stop(self) -> dict[str, int | None]:
-        """Return the peaks since `start()` by the names of their columns."""
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self.device)
-        tensors = torch.cuda.max_memory_allocated(self.device) if cuda else None
-        return {"resident_peak_bytes": peak_resident_bytes(), "tensor_peak_bytes": tensors}
+def peaks(device: torch.device) -> dict[str, int]:
+    """Return the peaks since the reset by the names of their columns, as far as they are known."""
+    found = {"resident_peak_bytes": peak_resident_bytes()}
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        found["tensor_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
 
 def resident_bytes() -> int | None:

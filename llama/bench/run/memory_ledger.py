@@ -6,7 +6,6 @@ is refused by its prediction.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -66,56 +65,47 @@ def cache_of(args: ModelArgs, cell: Cell) -> Cache:
     return Cache.of(args, args.kv_cache if cell.engine == "llama" else "static")
 
 
-class Measured(NamedTuple):
-    """Measured bytes; None means not measured.
-
-    `weights` include `head`, those of a head of its own. `resident`: of the process, before the model and at the peak.
-    """
-
-    weights: int | None = None
-    head: int | None = None
-    cache: int | None = None
-    logits: int | None = None
-    peak: int | None = None
-    measured_by: str = "not measured"
-    resident: tuple[int, int] | None = None
-
-
 def make_ledger(
     args: ModelArgs,
     cell: Cell,
     predicted: PeakMemory,
-    measured: Measured = Measured(),  # noqa: B008  (immutable)
+    measured: Mapping[str, int | None] | None = None,
+    *,
+    measured_by: str = "not measured",
 ) -> list[Row]:
-    """Return a row for each part of the memory at the peak, their sum, and the memory of the process."""
-    weights = None if measured.weights is None else measured.weights - (measured.head or 0)
-    at_head = predicted.at_head
+    """Return a row for each part of the memory at the peak, and their sum; `measured` has bytes by the name of a line.
+
+    What the other lines leave of a measured peak is the line of activations.
+    """
+    at_head, measured = predicted.at_head, measured or {}
+
+    def line(name: str, nbytes: int, *, counts: bool = True, note: str = "") -> Row:
+        row: Row = {"figures": "memory", "name": name, "predicted_bytes": nbytes, "measured_bytes": measured.get(name)}
+        return {**row, "counts": counts, "note": note}
+
     rows = [
-        _line("weights", predicted.weights - (0 if args.tied_head else predicted.head), weights),
-        _line("tied head", 0, measured.head, note=f"is the embedding; on its own it would take {size(predicted.head)}")
+        line("weights", predicted.weights - (0 if args.tied_head else predicted.head)),
+        line("tied head", 0, note=f"is the embedding; on its own it would take {size(predicted.head)}")
         if args.tied_head
-        else _line("head", predicted.head, measured.head),
-        _line("KV cache", predicted.cache, measured.cache),
-        _line("logits", predicted.logits, measured.logits, counts=at_head),
+        else line("head", predicted.head),
+        line("KV cache", predicted.cache),
+        line("logits", predicted.logits, counts=at_head),
     ]
     if predicted.narrow_logits:
-        rows.append(_line("logits in 16 bits", predicted.narrow_logits, None, counts=at_head))
+        rows.append(line("logits in 16 bits", predicted.narrow_logits, counts=at_head))
     if predicted.previous_logits:
-        rows.append(_line("logits of the step before", predicted.previous_logits, None))
+        rows.append(line("logits of the step before", predicted.previous_logits))
     known = [row["predicted_bytes"] if row["measured_bytes"] is None else row["measured_bytes"]
              for row in rows if row["counts"]]  # fmt: skip
-    rest = None if measured.peak is None else measured.peak - sum(known) - predicted.workspace
+    most = measured.get("peak")
+    rest = None if most is None else most - sum(known) - predicted.workspace
     moment = "prefill" if predicted.forward == 0 else "step"
     doing = predicted.head_activations if at_head else predicted.activations
-    rows.append(_line(f"{moment} activations", doing, rest, note=_of_activations(cell, measured=rest is not None)))
-    rows.append(_line("workspace", predicted.workspace, None))
-    peak: Row = {"figures": "memory", "name": "peak", "predicted_bytes": predicted.total}
-    peak |= {"measured_bytes": measured.peak, "note": measured.measured_by}
-    rows.append({**peak, "moment": f"{'at the head' if at_head else 'in a layer'} of the {moment}"})
-    if measured.resident is not None:
-        before, most = measured.resident
-        rows.append({"figures": "memory", "name": "resident", "measured_bytes": most, "before_bytes": before})
-    return rows
+    activations = line(f"{moment} activations", doing, note=_of_activations(cell, measured=rest is not None))
+    rows += [{**activations, "measured_bytes": rest}, line("workspace", predicted.workspace)]
+    peak: Row = {"figures": "memory", "name": "peak", "predicted_bytes": predicted.total, "measured_bytes": most}
+    where = f"{'at the head' if at_head else 'in a layer'} of the {moment}"
+    return [*rows, {**peak, "note": measured_by, "moment": where}]
 
 
 def _of_activations(cell: Cell, *, measured: bool) -> str:
@@ -129,11 +119,6 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     if cell.kv_caching and cell.kv_cache != "static":
         words.append(f"predicted for a cache that is read in place; {cell.kv_cache} may copy what it returns")
     return "; ".join(words)
-
-
-def _line(name: str, predicted: int, measured: int | None, *, counts: bool = True, note: str = "") -> Row:
-    bytes_: Row = {"predicted_bytes": predicted, "measured_bytes": measured}
-    return {"figures": "memory", "name": name, **bytes_, "counts": counts, "note": note}
 
 
 def check_length(cell: Cell, max_seq_len: int) -> None:

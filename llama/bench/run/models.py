@@ -59,7 +59,7 @@ class Source:
 def make_cell(
     *, model: str | None = None, ckpt_dir: str | None = None, device: str = "auto", dtype: str = "auto", **rest: Any
 ) -> Cell:
-    """Return a cell with all defaults resolved. Raises ValueError if it cannot be measured, before anything runs.
+    """Return a cell with all defaults and the length of a text. Raises ValueError if it cannot be measured.
 
     The default model is the demo on a CPU and llama-3.2-1b on a GPU. `rest` are fields of Cell.
     """
@@ -77,7 +77,8 @@ def make_cell(
         KVCache.named(kind)
     source = find_model(cell)
     Cache.of(source.args, source.args.kv_cache)
-    cell = settled(cell, lambda text: encode_prompt(source.tokenizer, text))
+    if cell.text is not None:
+        cell = cell.but(input_len=len(encode_prompt(source.tokenizer, cell.text)))
     check_length(cell, source.args.max_seq_len)
     check_memory(cell, source.args, source.device, stored=source.stored)
     return cell
@@ -88,11 +89,6 @@ def check_cell(cell: Cell) -> None:
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
         check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **cell.packing)
-
-
-def settled(cell: Cell, encode: Callable[[str], list[int]]) -> Cell:
-    """Return the cell with the count of its text's tokens as `input_len`, if it has a text."""
-    return cell if cell.text is None else cell.but(input_len=len(encode(cell.text)))
 
 
 def find_model(cell: Cell) -> Source:
@@ -174,20 +170,14 @@ def _engine_of(cell: Cell, source: Source) -> Engine:
 
 
 def random_model(
-    args: ModelArgs,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    quantize: str | None = None,
-    activations: int = 16,
+    args: ModelArgs, *, dtype: torch.dtype, device: torch.device, quantize: str | None = None, activations: int = 16
 ) -> Transformer:
-    """Return a model of these sizes, or this rank's slice of it, with weights that depend on the seed alone.
+    """Return a model of these sizes, or this rank's slice of it, with the same random weights each time.
 
     With `quantize` they are these weights rounded, and no whole matrix is ever in memory in a wider dtype.
     """
     ranks = join(device)
-    facts = {"configuration": args, "dtype": dtype, "device": device.type, "versions": torch.__version__, "seed": seed}
+    facts = {"configuration": args, "dtype": dtype, "device": device.type, "versions": torch.__version__}
     ranks.agree(lambda: facts)
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
@@ -195,7 +185,7 @@ def random_model(
             quantize_layers(model, dtype, quantize, activations=activations)
     whole = needed_shapes(args)
     materialise(model, dtype=dtype, device=device)
-    stream = torch.Generator(device).manual_seed(seed)
+    stream = torch.Generator(device).manual_seed(0)
     for name, parameter in weights_of(model.requires_grad_(False)).items():
         if isinstance(parameter, PackedWeight):
             _draw_packed(parameter, stream, dtype)
