@@ -41,7 +41,6 @@ from llama.bench.report.findings import findings, range_faster
 from llama.bench.report.page import report_page
 from llama.bench.report.plots.canvas import SMALL, as_png, as_svg, error_bars, heading, new_figure
 from llama.bench.report.plots.pictures import figures
-from llama.bench.report.tables import comparison_words
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
@@ -129,14 +128,43 @@ def test_a_cell_shows_mode_spread_count_ledger_and_validity() -> None:
     assert "- not observed: statistics reset: " in text
 
 
-def test_a_share_of_a_ceiling_is_named_if_it_is_the_cells_own_best() -> None:
-    report = table_report([{}])
-    for share, own in ((0.999, False), (1.0, True)):
-        cell_row(report, 0)["prefill_flops_share"] = share
-        assert ("the best rate that was seen is this cell's own" in cell_text(report, 0)) == own
-    shown = report_markdown(report)
-    assert "26.0 GB/s (10^9 bytes), by sum, threads: 2" in shown
-    assert "330.00 GFLOP/s in fp32, by linear, 1024 x 1024 x 1024" in shown
+def changed(report: Report, figures: str, *cells: int, **found: Any) -> Report:
+    """Change all rows of some figures and some cells."""
+    for row in report["rows"]:
+        if row["figures"] == figures and row["cell"] in cells:
+            row |= found
+    return report
+
+
+OWN, ALL = "is this cell's own", "(without it 0.19 MB are logits of all positions)"
+PLACE = {"equal": False, "divergence_row": 3, "divergence_token": 17, "cached_id": 28, "uncached_id": 198}
+SAID = [
+    (True, "26.0 GB/s (10^9 bytes), by sum, threads: 2", table_report([{}])),
+    (True, "330.00 GFLOP/s in fp32, by linear, 1024 x 1024 x 1024", table_report([{}])),
+    (False, OWN, changed(table_report([{}]), "cell", 0, prefill_flops_share=0.999)),
+    (True, OWN, changed(table_report([{}]), "cell", 0, prefill_flops_share=1.0)),
+    (False, ALL, table_report(PAIR)),
+    (True, ALL, table_report([{**cell, "logits": "all"} for cell in PAIR])),
+    (True, "more memory, the same 32 tokens (", table_report(PAIR)),
+    (True, "17 of row 3 on (28 with it, 198 without) (", changed(table_report(PAIR), "comparison", 0, **PLACE)),
+    (True, "largest logits are 0.00021 apart", changed(table_report(PAIR), "comparison", 0, **PLACE, margin=2.1e-4)),
+    (True, "quantised cache is widened as a whole at every step (int8, int4)", caches_report()),
+    (False, "widened", caches_report(["static", "paged", "window:1024+4"])),
+    (False, "widened", changed(caches_report(), "cell", 1, 2, path="native")),
+    (True, "Times on different paths compare the paths", changed(caches_report(), "cell", 1, path="native")),
+    (False, "Times on different paths compare the paths", caches_report()),
+    (
+        True,
+        "says: 14,014,218 bytes at 1,024, predicted 1,000",
+        changed(caches_report(), "step", 1, predicted_cache_bytes=1_000),
+    ),
+    (False, "its predicted_bytes says", caches_report()),
+]
+
+
+@pytest.mark.parametrize(("is_said", "words", "report"), SAID, ids=lambda one: "" if isinstance(one, dict) else None)
+def test_a_report_says_what_is_true_of_it_alone(is_said: bool, words: str, report: Report) -> None:
+    assert (words in report_markdown({**report, "reading": findings(report)})) == is_said
 
 
 # Tables
@@ -334,24 +362,6 @@ def test_the_csv_reads_back_as_the_very_figures() -> None:
     }
 
 
-def test_texts_that_diverge_are_described_with_place_and_margin() -> None:
-    place = {"divergence_row": 3, "divergence_token": 17, "cached_id": 28, "uncached_id": 198}
-    report = table_report(PAIR)
-    report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"] + [
-        comparison(0, 1, margin=2.1e-4, **place)
-    ]
-    words = "other tokens from token 17 of row 3 on (28 with it, 198 without), where the two largest logits are 0.00021"
-    assert words in findings(report)[0]
-    assert comparison_words(comparison(0, 1, margin=None, **place)).endswith("(28 with it, 198 without)")
-    assert comparison_words(comparison(0, 1, 6)) == "the same 6 tokens"
-
-
-def test_logits_of_all_positions_are_named_in_the_sentence_about_memory() -> None:
-    for logits in ("last", "all"):
-        said = findings(table_report([{"kv_caching": on, "logits": logits} for on in (True, False)]))[0]
-        assert ("(without it 0.19 MB are logits of all positions)" in said) == (logits == "all")
-
-
 def test_figures_without_a_partner_are_not_measured() -> None:
     report = table_report([{"n": 1, "output_len": 1, **cell} for cell in PAIR])
     del cell_row(report, 0)["token_forwards"]
@@ -508,24 +518,6 @@ def test_kinds_have_bytes_time_and_quality_of_one_length_in_one_row() -> None:
     report["rows"] = [row for row in report["rows"] if row["cell"] != 4 or row["figures"] == "cell"]
     for name in ("Bytes, time and quality at 2,048 tokens", "Bytes and time by context"):
         assert rows_of(report_markdown(report), name)[-1][:3] == ["window:1024+4", "not measured", "not observed"]
-
-
-def test_only_quantised_kinds_on_the_plain_path_are_said_to_be_widened() -> None:
-    report = caches_report()
-    note = "On the plain path a quantised cache is widened as a whole at every step (int8, int4)"
-    assert note in report_markdown(report)
-    assert "widened" not in report_markdown(caches_report(["static", "paged", "window:1024+4"]))
-    cell_row(report, 1)["path"] = cell_row(report, 2)["path"] = "native"
-    assert "widened" not in report_markdown(report)
-    assert "Times on different paths compare the paths, not the kinds." in report_markdown(report)
-
-
-def test_a_kind_that_stores_other_bytes_than_it_predicts_is_named() -> None:
-    report = caches_report()
-    wrong = next(row for row in report["rows"] if row["figures"] == "step" and row["cell"] == 1)
-    wrong["predicted_cache_bytes"] = 1_000
-    stored = f"{wrong['cache_bytes']:,} bytes at 1,024, predicted 1,000"
-    assert f"int8 does not store what its predicted_bytes says: {stored}" in report_markdown(report)
 
 
 def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() -> None:
