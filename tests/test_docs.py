@@ -109,10 +109,7 @@ def test_every_known_bug_has_tests_that_exist() -> None:
 def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs" / "benchmark_json.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
-    fields = {
-        "Head": list(schema.Head.__annotations__),
-        "Rows": list(schema.KEYS),
-    }
+    fields = {"Head": [name for name in schema.Report.__annotations__ if name != "rows"], "Rows": list(schema.KEYS)}
     for name, expected in fields.items():
         assert re.findall(r"^\| `(\w+)` \|", sections[name], flags=re.MULTILINE) == expected, name
     assert schema.SCHEMA in page

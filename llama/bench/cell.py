@@ -1,6 +1,5 @@
 """A cell: everything that decides what one measurement measures."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -9,13 +8,6 @@ from llama.host.machine import DTYPES
 # The quantized weights of each engine: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored are
 # those of a .gguf file, and mapped the same left in that file, which is `load`'s repack=False.
 QUANTIZED_BY = {"llama": ("int8", "int4", "stored", "mapped"), "llama.cpp": ("int8", "int4", "stored")}
-
-Rounding = tuple[str, bool, str | None, int]
-
-
-def rounding_of(cell: Mapping[str, Any]) -> Rounding:
-    """Return the fields that decide how a cell rounds its weights and activations."""
-    return cell["engine"], cell["fast"], cell["quantize"], cell["activations"]
 
 
 class Modes(TypedDict):
@@ -118,6 +110,16 @@ class Cell:
         kind = self.kv_cache.rpartition(".py:")[2]  # without the path of a file
         mode += f", {kind} cache" if self.kv_caching and kind != "static" else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
+
+    @property
+    def rounding(self) -> tuple[Any, ...]:
+        """The fields that decide how the weights and the activations are rounded."""
+        return self.engine, self.fast, self.quantize, self.activations
+
+    @property
+    def workload(self) -> "Cell":
+        """What is computed, whatever computes it: the same cell by our plain path, with the weights as they are."""
+        return self.but(engine="llama", fast=False, quantize=None, activations=16)
 
     @property
     def total_len(self) -> int:

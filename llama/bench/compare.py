@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from llama.bench.cell import Cell
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, Row, cell_row, is_measured, merge, rows_of
+from llama.bench.schema import Report, Row, cell_of, cell_row, is_measured, merge, rows_of
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
@@ -18,24 +17,21 @@ def add_note(report: Report, cell: int, note: str) -> None:
     row["notes"] = list(dict.fromkeys([*row["notes"], note]))
 
 
-def check_machine(report: Report, environment: dict[str, Any]) -> None:
-    """Raise ValueError if a job ran on another machine, or on other code, than the jobs before it."""
-    before = report["environment"]
-    changed = [name for name in before if before[name] != environment.get(name)]
-    if changed:
-        words = ", ".join(f"{name} was {before[name]!r} and is {environment.get(name)!r}" for name in changed)
-        raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
-    report["environment"] = environment
-
-
 def add_result(report: Report, found: dict[str, Any], cell: int) -> None:
-    """Put what a job returned into the report: rows of a cell, and the machine. Raises as `check_machine` does."""
-    if "environment" in found:
-        check_machine(report, found["environment"])
+    """Put what a job returned into the report: rows of a cell, and the machine.
+
+    Raises ValueError if it ran on another machine, or on other code, than the jobs before it.
+    """
+    before = report["environment"]
+    now = found.get("environment", before)
+    if changed := [name for name in before if before[name] != now.get(name)]:
+        words = ", ".join(f"{name} was {before[name]!r} and is {now.get(name)!r}" for name in changed)
+        raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
+    report["environment"] = now
     if "ceilings" in found:
         report["ceilings"] = best_ceilings(report["ceilings"], found["ceilings"])
     report["model"] = found.get("model", report["model"])
-    merge(report, found["rows"], cell)
+    merge(report, found.get("rows", []), cell)
 
 
 def with_rates(report: Report) -> None:
@@ -43,34 +39,31 @@ def with_rates(report: Report) -> None:
 
     A cell that is faster than a ceiling raises it. One with quantized weights does not: it computes in other numbers.
     """
-    rows = [(Cell(**report["cells"][row["cell"]]), row) for row in rows_of(report, "cell") if row.get("seconds")]
+    rows = [(cell_of(report, row), row) for row in rows_of(report, "cell") if row.get("seconds")]
     # The ceilings are those of one process.
     limited = [(cell, row) for cell, row in rows if "flops" in row and is_measured(row) and cell.ranks == 1]
     for cell, row in limited:
-        if report["ceilings"] is not None and cell.quantize is None:
+        if cell.quantize is None:
             report["ceilings"] = best_ceilings(report["ceilings"], reached(cell, row))
     for cell, row in rows:
         row.update(rates(cell, row))
     for cell, row in limited:
-        if report["ceilings"] is not None:
-            row.update(roofline_shares(cell, row, report["ceilings"]))
+        row.update(roofline_shares(cell, row, report["ceilings"]))
 
 
-def compare_modes(report: Report, on: int, off: int) -> Row:
+def compare_modes(report: Report, on: Row, off: Row) -> Row:
     """Compare the tokens of a cell with the cache and the same cell without; ours are run once more if they differ."""
-    cached, uncached = (cell_row(report, cell)["ids"] for cell in (on, off))
-    found = first_divergence(cached, uncached)
-    row: Row = {"figures": "comparison", "cell": on, "other_cell": off, "tokens": sum(map(len, uncached))}
+    found, tokens = first_divergence(on["ids"], off["ids"]), sum(map(len, off["ids"]))
+    row: Row = {"figures": "comparison", "cell": on["cell"], "other_cell": off["cell"], "tokens": tokens}
     row["equal"] = found is None
     if found is None:
         return row
-    at, token = found["divergence_row"], found["divergence_token"]
-    row.update(found)
-    row["margin"] = None
-    cell = Cell(**report["cells"][off])
+    row |= {**found, "margin": None}
+    at, cell = found["divergence_row"], cell_of(report, off)
     if cell.engine == "llama":
         try:
-            row["margin"] = run_job("margin", cell, row=at, ids=uncached[at][:token])["margin"]
+            ids = off["ids"][at][: found["divergence_token"]]
+            row["margin"] = run_job("margin", cell, row=at, ids=ids)["margin"]
         except (ValueError, JobDied) as error:
             report["failures"].append(f"the margin at batch {cell.batch_size}: {error}")
     return row
@@ -94,19 +87,13 @@ def compare_engines(report: Report) -> None:
     Quantized weights are other weights, so they are not compared.
     """
 
-    def key(cell: dict[str, Any]) -> tuple[Any, ...]:
-        return cell["batch_size"], cell["kv_caching"]
-
-    whole = [
-        (report["cells"][row["cell"]], row)
-        for row in rows_of(report, "cell")
-        if row.get("ids") and report["cells"][row["cell"]]["quantize"] is None
-    ]
-    own = [(cell, row) for cell, row in whole if cell["engine"] == "llama"]
-    ours = {key(cell): row["ids"] for cell, row in sorted(own, key=lambda pair: pair[1]["path"] == "plain")}
+    made = [(cell_of(report, row), row) for row in rows_of(report, "cell") if row.get("ids")]
+    whole = [(cell, row) for cell, row in made if cell.quantize is None]
+    own = [(cell, row) for cell, row in whole if cell.engine == "llama"]
+    ours = {cell.workload: row["ids"] for cell, row in sorted(own, key=lambda pair: pair[1]["path"] == "plain")}
     for cell, row in whole:
-        if cell["engine"] != "llama" and key(cell) in ours:
-            found = first_divergence(ours[key(cell)], row["ids"])
+        if cell.engine != "llama" and cell.workload in ours:
+            found = first_divergence(ours[cell.workload], row["ids"])
             note = "made the same tokens as llama-kv"
             if found is not None:
                 at, token = found["divergence_row"], found["divergence_token"]
@@ -122,8 +109,8 @@ def compare_turns(report: Report) -> None:
     firsts: dict[tuple[Any, ...], Row] = {}
     apart: dict[tuple[int, str], list[str]] = {}
     for row in rows_of(report, "turn") + rows_of(report, "prompts"):
-        cell = report["cells"][row["cell"]]
-        first = firsts.setdefault((row["figures"], row.get("turn"), cell["quantize"], cell["activations"]), row)
+        cell = cell_of(report, row)
+        first = firsts.setdefault((row["figures"], row.get("turn"), cell.quantize, cell.activations), row)
         if row["ids"] != first["ids"]:
             apart.setdefault((row["cell"], row["way"]), []).append(str(row.get("turn", 0) + 1))
     for (cell_index, way), turns in apart.items():

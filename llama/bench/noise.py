@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 
-from llama.bench.schema import Report, Row, Status, cell_row, is_measured, pairs, rows_of
+from llama.bench.schema import Report, Row, Status, cell_of, pairs, rows_of
 from llama.bench.statistics import median_of, spread
 from llama.cli.progress import seconds_bar
 from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, is_busy
@@ -26,7 +26,7 @@ IDLE_SHARE, IDLE_LOOKS = BUSY_SHARE / 2, 5  # of all cores, and in how many look
 
 def judge_noise(report: Report) -> None:
     """Give every cell with measured times its check, by everything that is known now."""
-    contradictions = {cell: words for on, off in pairs(report) for cell, words in _contradiction(report, on, off)}
+    contradictions = {row["cell"]: _contradiction(report, *pair) for pair in pairs(report) for row in pair}
     for row in rows_of(report, "cell"):
         if row.get("other_load_cores"):
             check = other_work(row, report, contradictions.get(row["cell"]))
@@ -34,7 +34,7 @@ def judge_noise(report: Report) -> None:
             report["rows"] = [*others, check]
 
 
-def other_work(row: Row, report: Report, contradiction: str | None = None) -> Row:
+def other_work(row: Row, report: Report, contradiction: str | None) -> Row:
     """Return the check of a cell's times: `noisy` if one sign speaks against them, of which `contradiction` is one.
 
     `not observed`: the load is unknown, and there are too few repetitions to judge by.
@@ -42,7 +42,7 @@ def other_work(row: Row, report: Report, contradiction: str | None = None) -> Ro
     cores = report["environment"].get("cores")
     times = row.get("seconds") or []
     loads = [load for place, load in enumerate(row["other_load_cores"]) if not times or times[place] >= LEAST_SECONDS]
-    if report["cells"][row["cell"]]["ranks"] > 1:  # the other ranks of the same job count as others
+    if cell_of(report, row).ranks > 1:  # the other ranks of the same job count as others
         loads = []
     known = [load for load in loads if load is not None]
     words, signs = ["not known how many cores it occupied"], [contradiction] if contradiction else []
@@ -61,22 +61,18 @@ def other_work(row: Row, report: Report, contradiction: str | None = None) -> Ro
     return {"figures": "check", "cell": row["cell"], "name": OTHER_WORK, "status": status, "detail": detail}
 
 
-def _contradiction(report: Report, on: int, off: int) -> list[tuple[int, str]]:
-    """Return both cells, with words, if the cache is slower and neither the work nor single steps explain it."""
-    cached, uncached = cell_row(report, on), cell_row(report, off)
-    if not (is_measured(cached) and is_measured(uncached)) or "flops" not in cached or "flops" not in uncached:
-        return []
+def _contradiction(report: Report, cached: Row, uncached: Row) -> str | None:
+    """Return words if the cache is slower and neither the work nor single steps explain it."""
     slower = median_of(cached, "seconds") / median_of(uncached, "seconds")
     fewer = uncached["token_forwards"] / cached["token_forwards"]
-    batch = report["cells"][on]["batch_size"]
+    batch = cell_of(report, cached).batch_size
     steps = [row for row in rows_of(report, "step") if row["batch_size"] == batch and row.get("step_seconds")]
     longest = max((row["context"] for row in steps), default=0)
     last = {row["kv_caching"]: median_of(row, "step_seconds") for row in steps if row["context"] == longest}
     explained = len(last) == 2 and last[True] >= last[False]
     if slower <= 1 or fewer < FEWER or explained:
-        return []
-    words = f"the cache takes {slower:.2f}x the time for {fewer:.1f}x fewer tokens fed"
-    return [(on, words), (off, words)]
+        return None
+    return f"the cache takes {slower:.2f}x the time for {fewer:.1f}x fewer tokens fed"
 
 
 def wait_until_idle(minutes: float, look: Callable[[], float | None] | None = None) -> bool:

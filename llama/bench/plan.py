@@ -11,16 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llama.bench.cell import Cell, rounding_of
-from llama.bench.compare import (
-    add_note,
-    add_result,
-    check_machine,
-    compare_engines,
-    compare_modes,
-    compare_turns,
-    with_rates,
-)
+from llama.bench.cell import Cell
+from llama.bench.compare import add_note, add_result, compare_engines, compare_modes, compare_turns, with_rates
 from llama.bench.noise import judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of, write_json
@@ -31,7 +23,7 @@ from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_rows
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report, cell_row, is_measured, merge, pairs, rows_of
-from llama.bench.statistics import best_ceilings, median_of
+from llama.bench.statistics import median_of
 
 REPETITIONS = 5
 OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
@@ -108,8 +100,7 @@ class Run:
         first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
         first = first.but(input_len=min(first.input_len, 256), batch_size=1)
         machine = self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False)
-        check_machine(report, machine["environment"])
-        report["ceilings"] = best_ceilings(report["ceilings"], machine["ceilings"])
+        add_result(report, machine, 0)
         options = {"rows": rows if report["preset"] == "table" else 1}
         found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
         report["model"], self.calibration = found["model"], Calibration(**found["timed"])
@@ -195,19 +186,15 @@ class Run:
             add_result(self.report, found, job.place)
             self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
         for job, why in errors:
-            self._note_error(job, why)
+            if not job.of_cell:
+                self.report["failures"].append(f"{job.name}: {why}")
+            elif job.name in self.report["done"]:
+                add_note(self.report, job.place, f"a repetition failed: {why}")
+            else:  # the cell has no figures of an earlier repetition
+                cell_row(self.report, job.place)["error"] = why
         judge_noise(self.report)
         self._save()
         return True
-
-    def _note_error(self, job: Job, why: str) -> None:
-        """Keep why a job has no result: in its cell's row, unless that has figures of an earlier repetition."""
-        if not job.of_cell:
-            self.report["failures"].append(f"{job.name}: {why}")
-        elif job.name in self.report["done"]:
-            add_note(self.report, job.place, f"a repetition failed: {why}")
-        else:
-            cell_row(self.report, job.place)["error"] = why
 
     def _save(self) -> None:
         write_json(self.report, self.folder / RESULTS)
@@ -218,12 +205,11 @@ class Run:
         """Compare the tokens of both modes, of the peers with ours, and of the turns of a conversation."""
         report = self.report
         report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"]
-        for on, off in pairs(report):
-            if is_measured(cell_row(report, on)) and is_measured(cell_row(report, off)):
-                comparison = compare_modes(report, on, off)
-                merge(report, [comparison])
-                for place in (on, off):
-                    add_note(report, place, f"cache on and off: {comparison_words(comparison)}")
+        for pair in pairs(report):
+            comparison = compare_modes(report, *pair)
+            merge(report, [comparison])
+            for row in pair:
+                add_note(report, row["cell"], f"cache on and off: {comparison_words(comparison)}")
         compare_engines(report)
         compare_turns(report)
 
@@ -256,19 +242,15 @@ class Run:
         """
         path, pace = "fast" if cell.fast else "plain", None
         for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
-            if is_measured(row) and _mode(other.but(kv_caching=True)) == _mode(cell.but(kv_caching=True)):
+            if is_measured(row) and other.rounding == cell.rounding:
                 path = row["path"]
                 if other.kv_caching == cell.kv_caching:
                     pace = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
         return path, pace
 
 
-def _mode(cell: Cell) -> tuple[Any, ...]:
-    return *rounding_of(cell.as_json()), cell.kv_caching
-
-
 def _alike(job: Job) -> tuple[Any, ...]:
-    return job.kind, *_mode(job.cell)
+    return job.kind, job.cell.rounding, job.cell.kv_caching
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.args import ModelArgs
-from llama.bench.cell import Cell, read_engine, rounding_of
+from llama.bench.cell import Cell, read_engine
 from llama.bench.run.cache_kind import QUESTION, SECRET, STEPS
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.memory_ledger import check_length
@@ -130,27 +130,20 @@ def plan_report(
 
 def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
     """Return the cells of the table: every batch size with the cache on and off, of our own and of every engine."""
-    return [
-        variant.but(batch_size=batch, kv_caching=kv_caching)
-        for batch in BATCHES
-        for variant in variants(base, engines)
-        for kv_caching in modes_of(variant)
-    ]
-
-
-def modes_of(cell: Cell) -> tuple[bool, ...]:
-    """Return the modes of a cell's engine; llama.cpp cannot run without its cache."""
-    return (True,) if cell.engine == "llama.cpp" else (True, False)
+    return [cell.but(batch_size=batch) for batch in BATCHES for cell in variants(base, engines)]
 
 
 def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
-    """Return the base cell and one for each engine. Raises ValueError for an engine that is named twice."""
+    """Return the base cell and one for each engine, with the cache on and off; llama.cpp cannot run without its cache.
+
+    Raises ValueError for an engine that is named twice.
+    """
     found = [base]
     for variant in (base.but(**read_engine(engine)) for engine in engines):
         if variant in found:
             raise ValueError(f"{variant.name} would be in the table twice; name every engine once")
         found.append(variant)
-    return found
+    return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine != "llama.cpp"]
 
 
 def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> tuple[list[Cell], dict[str, Any]]:
@@ -198,13 +191,9 @@ def chat_cells(
         "own": own,
     }
     length = len(fit[-1].prompt)
-    cells = [
-        variant.but(batch_size=1, input_len=length, output_len=1, kv_caching=kv_caching)
-        for variant in variants(base, engines)
-        for kv_caching in modes_of(variant)
-    ]
-    ours = [one for one in variants(base, engines) if one.engine == "llama"]
-    return cells + [one.but(batch_size=SHARED_ROWS, input_len=shared + own, output_len=1) for one in ours], plan
+    cells = variants(base.but(batch_size=1, input_len=length, output_len=1), engines)
+    ours = [cell for cell in cells if cell.engine == "llama" and cell.kv_caching]
+    return cells + [cell.but(batch_size=SHARED_ROWS, input_len=shared + own) for cell in ours], plan
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
@@ -229,9 +218,9 @@ def table_groups(report: Report, known: Calibration, room: Callable[[], float]) 
     seen = set()
     for place, cell in enumerate(cells):
         # Random weights find all tokens about equally likely.
-        if cell.quantize is None or cell.model in RELEASED or rounding_of(cell.as_json()) in seen:
+        if cell.quantize is None or cell.model in RELEASED or cell.rounding in seen:
             continue
-        seen.add(rounding_of(cell.as_json()))
+        seen.add(cell.rounding)
         length = min(AGREED_ON, known.max_seq_len - 1)
         asked = cell.but(batch_size=1, input_len=length, output_len=1, kv_caching=True, text=None)
         seconds = 2 * known.of_tokens(length)

@@ -31,17 +31,18 @@ KEYS: dict[str, tuple[str, ...]] = {
     "disk": (),  # a session saved and loaded
 }
 # Columns with a value for each repetition: `merge` appends to them.
-TIMES = {"seconds", "first_token_seconds", "step_seconds", "save_seconds", "load_seconds", "feed_seconds"}
-PEAKS = {"tensor_peak_bytes", "resident_peak_bytes"}
-REPEATED = TIMES | PEAKS | {"other_load_cores"}
+REPEATED = {
+    *("seconds", "first_token_seconds", "step_seconds", "save_seconds", "load_seconds", "feed_seconds"),
+    *("tensor_peak_bytes", "resident_peak_bytes", "other_load_cores"),
+}
 
 
 # One row: `figures`, `cell`, and columns that depend on `figures`; docs/benchmark_json.md lists them all.
 Row = dict[str, Any]
 
 
-class Head(TypedDict):
-    """The facts about all rows. `cells` are what was asked for, `plan` what the preset measures beside them.
+class Report(TypedDict):
+    """A run of the benchmark. `cells` are what was asked for, `plan` what the preset measures beside them.
 
     `done` counts the repetitions of each job by its name. `reading` is what follows from the figures, in sentences;
     `failures` is what was not measured, and why.
@@ -60,11 +61,6 @@ class Head(TypedDict):
     ceilings: Ceilings | None
     reading: list[str]
     failures: list[str]
-
-
-class Report(Head):
-    """A whole run of the benchmark."""
-
     rows: list[Row]
 
 
@@ -105,14 +101,14 @@ def cell_row(report: Report, cell: int) -> Row:
     return rows_of(report, "cell", cell)[0]
 
 
+def cell_of(report: Report, row: Row) -> Cell:
+    """Return the cell that a row belongs to."""
+    return Cell(**report["cells"][row["cell"]])
+
+
 def is_measured(row: Row) -> bool:
     """Return whether a row of a cell has times that were measured."""
     return bool(row.get("seconds")) and not row.get("predicted", False)
-
-
-def key_of(row: Row) -> tuple[Any, ...]:
-    """Return what identifies a row in its report."""
-    return row["figures"], row["cell"], *(row.get(name) for name in KEYS[row["figures"]])
 
 
 def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
@@ -121,6 +117,10 @@ def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
     A row that is there already gets the new repetition; a measured row replaces a predicted one. Of two checks the
     violated one stays, and of two lines of a ledger the one with a measurement.
     """
+
+    def key_of(row: Row) -> tuple[Any, ...]:
+        return row["figures"], row["cell"], *(row.get(name) for name in KEYS[row["figures"]])
+
     places = {key_of(row): place for place, row in enumerate(report["rows"])}
     for new in rows:
         row: Row = new if cell is None else {**new, "cell": cell}
@@ -148,13 +148,9 @@ def _merged(old: Row, new: Row) -> Row:
     return merged
 
 
-def pairs(report: Report) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each cell with the cache on and the same cell with it off, unless they ran on two paths."""
-    cells = [Cell(**cell) for cell in report["cells"]]
-    paths = [row.get("path") for row in rows_of(report, "cell")]
-    for on, cell in enumerate(cells):
-        twin = cell.but(kv_caching=False)
-        if cell.kv_caching and twin in cells:
-            off = cells.index(twin)
-            if None in (paths[on], paths[off]) or paths[on] == paths[off]:
-                yield on, off
+def pairs(report: Report) -> Iterator[tuple[Row, Row]]:
+    """Yield the row of each measured cell with the cache on, and that of the same cell without it on the same path."""
+    measured = {(cell_of(report, row), row["path"]): row for row in rows_of(report, "cell") if is_measured(row)}
+    for (cell, path), row in measured.items():
+        if cell.kv_caching and (without := measured.get((cell.but(kv_caching=False), path))) is not None:
+            yield row, without

@@ -53,12 +53,11 @@ def measure_cell(
     report = new_report("cell", [cell, other] if compare else [cell], command=command)
     runs = [(0, cell, repetition == 0) for repetition in range(repeats)] + ([(1, other, False)] if compare else [])
     try:
-        machine = run_job("machine", cell, waiting=waiting)
-        report["environment"], report["ceilings"] = machine["environment"], machine["ceilings"]
+        add_result(report, run_job("machine", cell, waiting=waiting), 0)
         for place, one, trace in runs:
             add_result(report, run_job("cell", one, waiting=waiting, trace=trace), place)
         if compare:
-            on, off = (0, 1) if cell.kv_caching else (1, 0)
+            on, off = rows_of(report, "cell")[:: 1 if cell.kv_caching else -1]
             merge(report, [compare_modes(report, on, off)])
             # A check that the other mode violates is violated here too.
             merge(report, rows_of(report, "check", 1), 0)

@@ -77,7 +77,7 @@ def rates(cell: Cell, row: Row) -> Row:
     }
 
 
-def roofline_shares(cell: Cell, row: Row, ceilings: Ceilings) -> Row:
+def roofline_shares(cell: Cell, row: Row, ceilings: Ceilings | None) -> Row:
     """Return the shares of the machine's ceilings that a cell used, and what limited its middle step.
 
     The rates of the cell itself count as ceilings, so no share is above 1; a share of 1 is the best rate measured.

@@ -136,7 +136,7 @@ def dispatch(flags: SimpleNamespace) -> int:
             return print_cell(cell, flags, json_path)
         return run_preset(report, cell, flags, json_path, cores)
     finally:
-        followers().dismiss()
+        followers().send({})  # which ends them
 
 
 def base_cell(flags: SimpleNamespace) -> Cell:

@@ -142,7 +142,8 @@ class World:
         if kind != "cell":
             return {"rows": []}
         row = {"figures": "cell", "error": None, "notes": [], "path": "plain", "ids": [[1]], "seconds": [seconds]}
-        return {"rows": [{**row, "first_token_seconds": [1.0], "step_seconds": [[1.0]], "other_load_cores": [None]}]}
+        row |= {"first_token_seconds": [1.0], "step_seconds": [[1.0]], "other_load_cores": [None], "token_forwards": 1}
+        return {"rows": [row]}
 
 
 def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False) -> Report:

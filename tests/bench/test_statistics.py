@@ -173,10 +173,17 @@ def test_a_row_of_another_context_way_or_cell_is_another_row() -> None:
 def test_a_pair_differs_in_the_cache_alone_and_ran_on_one_path() -> None:
     cells = [CELL, CELL.but(kv_caching=False), CELL.but(batch_size=8), CELL.but(batch_size=8, kv_caching=False)]
     report = new_report("table", [*cells, CELL.but(engine="transformers", kv_caching=False)])
-    assert [*pairs(report)] == [(0, 1), (2, 3)]
-    for place, path in enumerate(("native", "plain", "native", "native")):
-        cell_row(report, place)["path"] = path
-    assert [*pairs(report)] == [(2, 3)]
+    for place in range(5):
+        cell_row(report, place).update(path="plain", seconds=[1.0])
+
+    def found() -> list[tuple[int, int]]:
+        return [(on["cell"], off["cell"]) for on, off in pairs(report)]
+
+    assert found() == [(0, 1), (2, 3)]
+    cell_row(report, 1)["path"] = "native"
+    assert found() == [(2, 3)]
+    cell_row(report, 3)["predicted"] = True
+    assert found() == [], "what was predicted is compared with nothing"
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -210,11 +217,11 @@ def test_where_our_modes_differ_the_logits_of_the_text_up_to_there_are_asked_for
         report = report_of(
             (on, {"ids": [[1, 2, 7], [3, 4, 7]]}), (on.but(kv_caching=False), {"ids": [[1, 2, 7], [3, 5, 8]]})
         )
-        found = compare_modes(report, 0, 1)
+        found = compare_modes(report, *rows_of(report, "cell"))
         assert (found["cell"], found["other_cell"], found["tokens"], found["equal"]) == (0, 1, 6, False)
         assert (found["divergence_row"], found["divergence_token"], found["margin"]) == (1, 1, margin_of)
         assert (found["cached_id"], found["uncached_id"]) == (4, 5)
-        assert compare_modes(report, 0, 0)["equal"]
+        assert compare_modes(report, *[cell_row(report, 0)] * 2)["equal"]
     assert asked == [("margin", False, {"row": 1, "ids": [3]})], "of our own engine alone"
 
 

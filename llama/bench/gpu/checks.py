@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict
 
@@ -113,22 +112,16 @@ def exact_mode(model: Transformer) -> Outcome:
     return True, "same bits however they are computed"
 
 
-@contextmanager
-def _stepping(model: Transformer, step: GraphRunner | None) -> Iterator[None]:
-    model.runner = step
-    try:
-        yield
-    finally:
-        model.runner = None
-
-
 def greedy(model: Transformer, step: GraphRunner | None, rows: int, *, kv_caching: bool) -> list[list[int]]:
     """Return 20 greedy tokens behind ragged random prompts."""
     stream = torch.Generator().manual_seed(0)
     lengths = [5 + 7 * row % 40 for row in range(rows)]
     prompts = [torch.randint(model.args.vocab_size, (length,), generator=stream).tolist() for length in lengths]
-    with _stepping(model, step):
+    model.runner = step
+    try:
         return model.generate_tokens(prompts, 20, temperature=0.0, kv_caching=kv_caching)[0]
+    finally:
+        model.runner = None
 
 
 def same_ids(model: Transformer, step: GraphRunner | None, rows: int, expected: Sequence[Sequence[int]]) -> Outcome:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.report.columns import NOT_MEASURED
-from llama.bench.schema import Report, Row, is_measured, rows_of
+from llama.bench.schema import Report, Row, cell_of, is_measured, rows_of
 from llama.bench.statistics import spread
 
 
@@ -46,7 +46,7 @@ class CellView:
         """What tells the cell from the others of its report."""
         name = self.cell.name
         if self.is_fast:  # its path names the modes
-            name = f"{self.cell.but(fast=False, quantize=None, activations=16).name}, {self.path}"
+            name = f"{self.cell.workload.name}, {self.path}"
         return f"{name}, logits of all positions" if self.cell.logits == "all" else name
 
     @property
@@ -79,7 +79,7 @@ def cell_views(report: Report) -> list[CellView]:
     return [
         CellView(
             row["cell"],
-            Cell(**report["cells"][row["cell"]]),
+            cell_of(report, row),
             row,
             *(rows_of(report, kind, row["cell"]) for kind in ("check", "memory")),
         )
@@ -105,9 +105,3 @@ def groups(report: Report) -> list[list[CellView]]:
         if view.row.get("seconds"):
             found.setdefault((view.cell.but(kv_caching=True), view.path), []).append(view)
     return list(found.values())
-
-
-def pairs_of(report: Report, *, measured: bool = True) -> list[tuple[CellView, CellView]]:
-    """Return each cell with the cache beside the same one without, in table order; `measured`: leave out predicted."""
-    both = [(group[0], group[1]) for group in groups(report) if len(group) == 2]
-    return [pair for pair in both if not measured or all(view.is_measured for view in pair)]

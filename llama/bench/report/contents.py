@@ -3,23 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llama.bench.report import tables
 from llama.bench.report.cells import CellView, cell_views
 from llama.bench.report.columns import TABLE_COLUMNS, Table
-from llama.bench.report.tables import (
-    MARKS,
-    cache_tables,
-    cell_tables,
-    check_mark,
-    check_words,
-    crossover_tables,
-    environment_table,
-    ledger_table,
-    prompt_tables,
-    sweep_tables,
-    turn_tables,
-    validity_table,
-    work_lines,
-)
 from llama.bench.schema import Report, rows_of
 
 NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
@@ -62,15 +48,15 @@ def report_sections(report: Report) -> list[Section]:
     notes = [f"{view.label}: {note}" for view in views if not has_details for note in view.row.get("notes", [])]
     steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     found = [
-        Section("Kinds of cache", cache_tables(report), ("kinds",)),
-        Section("A conversation, turn by turn", turn_tables(report), folded=False),
-        Section("Prompts that begin alike, and sessions on disk", prompt_tables(report), folded=False),
-        Section("The table", cell_tables(report), folded=False),
+        Section("Kinds of cache", tables.cache_tables(report), ("kinds",)),
+        Section("A conversation, turn by turn", tables.turn_tables(report), folded=False),
+        Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report), folded=False),
+        Section("The table", tables.cell_tables(report), folded=False),
         Section("Time and memory", [], ("time", "memory")),
-        Section(steps, [*sweep_tables(report), *crossover_tables(report)], ("speedup", "steps")),
+        Section(steps, tables.step_tables(report), ("speedup", "steps")),
         Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
-        Section("Validity", [validity_table(report), Table("", notes=notes)], folded=False),
-        Section("Where and how", [environment_table(report)], folded=False),
+        Section("Validity", [tables.validity_table(report), Table("", notes=notes)], folded=False),
+        Section("Where and how", [tables.environment_table(report)], folded=False),
     ]
     heads = {head for section in found for table in section.tables if table for head in table.heads}
     words = CHAT_TERMS if report["preset"] == "chat" else []
@@ -84,14 +70,14 @@ def report_sections(report: Report) -> list[Section]:
 
 def cell_table(view: CellView) -> Table:
     """Return the memory ledger of a cell, with its work below, or why it has none."""
-    ledger = ledger_table(view)
-    known = [ledger.title, *ledger.notes, *work_lines(view)] if view.row.get("seconds") else [view.fate]
+    ledger = tables.ledger_table(view)
+    known = [ledger.title, *ledger.notes, *tables.work_lines(view)] if view.row.get("seconds") else [view.fate]
     return replace(ledger, title=view.label, notes=known)
 
 
 def check_lines(view: CellView) -> list[str]:
     """Return the checks of a cell, a line each."""
-    return [f"{check_mark(check)}: {check_words(check)}" for check in view.checks]
+    return [f"{tables.check_mark(check)}: {tables.check_words(check)}" for check in view.checks]
 
 
 def _details(view: CellView) -> Table:
@@ -125,8 +111,8 @@ def alarms(report: Report) -> list[tuple[str, str]]:
     """Return the checks that a reader must not miss, each as a mark and a sentence: violations first."""
     views = cell_views(report)
     return [
-        (mark, f"{view.label}: {check_words(check)}")
-        for status, mark in MARKS.items()
+        (mark, f"{view.label}: {tables.check_words(check)}")
+        for status, mark in tables.MARKS.items()
         for view in views
         for check in view.checks
         if check["status"] == status

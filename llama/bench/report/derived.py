@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from llama.bench.report.cells import CellView, cell_views, in_table_order, pairs_of
-from llama.bench.schema import Report, rows_of
+from llama.bench.report.cells import groups
+from llama.bench.schema import Report, Row, cell_of, pairs, rows_of
 from llama.bench.statistics import Spread, percentiles, spread
 
 _LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
@@ -26,7 +26,7 @@ def counts(*spreads: Spread | None) -> str:
 def saved(report: Report) -> list[Derived]:
     """Return what the cache saves and costs in each pair of cells, measured or predicted."""
     found = []
-    for on, off in pairs_of(report, measured=False):
+    for on, off in (group for group in groups(report) if len(group) == 2):
         row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": on.is_predicted}
         row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
         for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
@@ -91,8 +91,8 @@ def crossovers(report: Report) -> list[Derived]:
 def growth(report: Report) -> list[Derived]:
     """Return the speed-up by length of a sweep: a longer generation begins with exactly the shorter one."""
     found = []
-    for on, off in pairs_of(report) if report["preset"] == "sweep" else []:
-        for length in (length for length in _LENGTHS if length <= on.cell.output_len):
+    for on, off in pairs(report) if report["preset"] == "sweep" else []:
+        for length in (length for length in _LENGTHS if length <= cell_of(report, on).output_len):
             both = _first(on, length), _first(off, length)
             faster = both[1]["median"] / both[0]["median"]
             found.append({"figures": "growth", "generated": length, "on_s": both[0], "off_s": both[1],
@@ -100,9 +100,9 @@ def growth(report: Report) -> list[Derived]:
     return found
 
 
-def _first(view: CellView, length: int) -> Spread:
+def _first(row: Row, length: int) -> Spread:
     """Return the seconds of the first tokens of a cell over its repetitions."""
-    both = zip(view.row["first_token_seconds"], view.row["step_seconds"], strict=True)
+    both = zip(row["first_token_seconds"], row["step_seconds"], strict=True)
     return percentiles([first + sum(later[: length - 1]) for first, later in both])
 
 
@@ -132,20 +132,3 @@ def fit(times: Sequence[tuple[int, float]]) -> Derived:
     logs = [[math.log(value) for value in values] for values in zip(*longer, strict=True)]
     exponent = statistics.linear_regression(*logs).slope
     return {"base": mean - slope * middle, "slope": slope, "exponent": exponent, "n": len(times)}
-
-
-def peers(report: Report) -> list[tuple[str, dict[str, float | None]]]:
-    """Return for each cell of another engine how many times faster each of our paths is, if it was measured."""
-    views = [view for view in in_table_order(cell_views(report)) if view.is_measured]
-    ours = {(_job(view), view.path): view.row["tokens_per_second"] for view in reversed(views) if view.is_ours}
-    paths, found = dict.fromkeys(view.path for view in views if view.is_ours), []
-    for view in (view for view in views if paths and not view.is_ours):
-        rates = {path: ours.get((_job(view), path)) for path in paths}
-        theirs = view.row["tokens_per_second"]
-        found.append((view.label, {path: None if rate is None else rate / theirs for path, rate in rates.items()}))
-    return found
-
-
-def _job(view: CellView) -> Any:
-    """Return what two cells must share before one is compared with the other: all but the engine and its weights."""
-    return view.cell.but(engine="llama", fast=False, quantize=None, activations=16)

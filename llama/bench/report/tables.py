@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from llama.bench.cell import Cell, rounding_of
+from llama.bench.cell import Cell
 from llama.bench.report.cells import CellView, cell_views, in_table_order
 from llama.bench.report.columns import (
     NOT_JUDGED,
@@ -18,9 +18,9 @@ from llama.bench.report.columns import (
     view,
     written,
 )
-from llama.bench.report.derived import crossovers, fits, growth, peers, saved, step_pairs
+from llama.bench.report.derived import crossovers, fits, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
-from llama.bench.schema import Report, Row, rows_of
+from llama.bench.schema import Report, Row, cell_of, rows_of
 from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
@@ -52,12 +52,12 @@ def cell_tables(report: Report) -> list[Table]:
     cells, paths = [one.cell.as_json() for one in views], {one.path for one in views if one.path}
     always = {"batch_size", "kv_caching", "threads"}
     varying = [key for key in Cell.__dataclass_fields__ if key not in always and len({cell[key] for cell in cells}) > 1]
-    agreed = {rounding_of(report["cells"][row["cell"]]): row["top1_agreement"] for row in rows_of(report, "agreement")}
+    agreed = {cell_of(report, row).rounding: row["top1_agreement"] for row in rows_of(report, "agreement")}
     names = ["batch_size", "kv_caching", "threads", *varying, *["path"] * (len(paths) > 1)]
     names += [*["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
     rows: list[dict[str, Any]] = []
     for one, cell in zip(views, cells, strict=True):
-        share = agreed.get(rounding_of(cell))
+        share = agreed.get(one.cell.rounding)
         rounded = NOT_MEASURED if share is None else f"{share:.2%}"
         own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": repetitions(one)}
         row = {**cell, **one.row, **own, "threads": report["environment"].get("threads")}
@@ -82,10 +82,15 @@ def repetitions(one: CellView) -> str:
 
 
 def _engines_table(report: Report) -> Table:
-    found = peers(report)
-    rows = [[name, *(NOT_MEASURED if one is None else f"{one:.2f}x" for one in own.values())] for name, own in found]
+    views = [one for one in in_table_order(cell_views(report)) if one.is_measured]
+    ours = {(one.cell.workload, one.path): one.row["tokens_per_second"] for one in reversed(views) if one.is_ours}
+    paths, rows = list(dict.fromkeys(one.path for one in views if one.is_ours)), []
+    for one in (one for one in views if paths and not one.is_ours):
+        rates = [ours.get((one.cell.workload, path)) for path in paths]
+        theirs = one.row["tokens_per_second"]
+        rows.append([one.label, *(NOT_MEASURED if rate is None else f"{rate / theirs:.2f}x" for rate in rates)])
     note = "their time over ours, same batch size and mode: above 1 ours is faster; weights are as named"
-    return Table("How many times faster ours is, by path", ["than", *(found[0][1] if found else ())], rows, [note])
+    return Table("How many times faster ours is, by path", ["than", *paths], rows, [note])
 
 
 def ledger_table(one: CellView) -> Table:
@@ -162,26 +167,22 @@ def validity_table(report: Report) -> Table:
     return Table("What was seen in each cell", ["check", *(one.label for one in views)], rows)
 
 
-def crossover_tables(report: Report) -> list[Table]:
-    """Return from which context the cache pays, and the step times that say so."""
+def step_tables(report: Report) -> list[Table]:
+    """Return the times of steps, and how they grow in a sweep, or from which context of a table the cache pays."""
+    timed = step_pairs(report)
+    if report["preset"] == "sweep":
+        growing = ("generated", "on_s", "off_s", "times_faster", "n")
+        names = (*STEP_COLUMNS, "cache_bytes", "predicted_cache_bytes")
+        return [
+            view("Speed-up against generation length", growing, growth(report)),
+            view("Time of a step, and bytes of the KV cache", names, timed),
+            view("How the time of a step grows with the context", FIT_COLUMNS, fits(report)),
+        ]
     found = crossovers(report)
-    timed = step_pairs(report) if found else []
     path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
     return [
         view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
-        view("Time of a step", STEP_COLUMNS, timed),
-    ]
-
-
-def sweep_tables(report: Report) -> list[Table]:
-    """Return the tables of a sweep, as far as it has come."""
-    if report["preset"] != "sweep":
-        return []
-    names = (*STEP_COLUMNS, "cache_bytes", "predicted_cache_bytes")
-    return [
-        view("Speed-up against generation length", ("generated", "on_s", "off_s", "times_faster", "n"), growth(report)),
-        view("Time of a step, and bytes of the KV cache", names, step_pairs(report)),
-        view("How the time of a step grows with the context", FIT_COLUMNS, fits(report)),
+        view("Time of a step", STEP_COLUMNS, timed if found else []),
     ]
 
 
@@ -189,20 +190,20 @@ def cache_tables(report: Report) -> list[Table]:
     """Return a row for each kind of cache at one length, one for each context, and the needles that were found."""
     if report["preset"] != "caches":
         return []
-    rows: list[dict[str, Any]] = []
-    for row in (*rows_of(report, "step"), *rows_of(report, "needle")):
-        found = f"{row['found']} of {row['tries']}" if row.get("judged") else NOT_JUDGED
-        rows.append({**row, "kind": report["cells"][row["cell"]]["kv_cache"], "found": found})
+    steps, needles = (
+        [{**row, "kind": cell_of(report, row).kv_cache} for row in rows_of(report, figures)]
+        for figures in ("step", "needle")
+    )
+    for row in needles:
+        row["found"] = f"{row['found']} of {row['tries']}" if row["judged"] else NOT_JUDGED
     known = {row["kind"]: row for row in kind_rows(report)}
     names = [cell["kv_cache"] for cell in report["cells"]]
     kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
-    steps = [row for row in rows if row["figures"] == "step"]
-    needles = [row for row in rows if row["figures"] == "needle"]
-    wrong = [row for row in steps if row.get("cache_bytes") != row.get("predicted_cache_bytes")]
     notes = [
         f"{row['kind']} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
         f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
-        for row in wrong
+        for row in steps
+        if row["cache_bytes"] != row["predicted_cache_bytes"]
     ]
     at = f" at {report['plan']['length']:,} tokens" if known else ""
     steps += [{"kind": kind} for kind in names if kind not in {row["kind"] for row in steps}]
@@ -218,7 +219,7 @@ def kind_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each kind of cache with all figures of one length; figures that are not judged say so."""
     found: list[dict[str, Any]] = []
     for row in rows_of(report, "quality"):
-        shown: dict[str, Any] = {**row, "kind": report["cells"][row["cell"]]["kv_cache"]}
+        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache}
         whole, own = (found or [shown])[0].get("cache_bytes"), row.get("cache_bytes")
         shown["of_full"] = own / whole if own is not None and whole else None
         shown["perplexity"] = math.exp(row["nll"]) if row["nll"] < 700 else math.inf

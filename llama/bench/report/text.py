@@ -5,7 +5,7 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama.bench.report.cells import CellView, cell_views
+from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import Column, Table, column, written
 from llama.bench.report.contents import (
     NOISY,
@@ -35,6 +35,8 @@ def cell_text(report: Report, index: int) -> str:
     if row.get("seconds"):
         # The text of the first row; control characters that could steer a terminal are shown as escapes.
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
+        count = report["environment"].get("threads") if cell.device == "cpu" else None
+        threads, kind = f", threads: {count}" if count else "", cell.kv_cache if view.is_ours else "its own"
         in_megabytes = Column("", scale=1 / MB, form=".2f", unit=" MB").write
         lines += [
             f"Inference time: {view.median('seconds'):.2f} seconds",
@@ -42,23 +44,13 @@ def cell_text(report: Report, index: int) -> str:
             f"Model weights memory usage: {in_megabytes(row.get('weights_bytes'))}",
             f"Peak memory usage: {in_megabytes(view.median('tensor_peak_bytes'))}",
             *("", "=== Sample Output ===", text, ""),
-            *_figures(view, report["environment"].get("threads")),
+            f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
+            f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{threads}",
+            *(f"{column(name).head}: {written(view.row, name)}" for name in CELL_COLUMNS if name != "n"),
+            f"n: {repetitions(view)}; in brackets: p10 and p90",
         ]
     below = [cell_table(view), Table("Validity", notes=check_lines(view)), Table("Notes", notes=row.get("notes", []))]
     return "\n".join([*lines, "", *(markdown(table) for table in below if table)])
-
-
-def _figures(view: CellView, threads: int | None) -> list[str]:
-    """Return what ran, and all figures of a cell, written as in the tables."""
-    cell = view.cell
-    kind = cell.kv_cache if view.is_ours else "its own"
-    computed = f", threads: {threads}" if threads and cell.device == "cpu" else ""
-    return [
-        f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
-        f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{computed}",
-        *(f"{column(name).head}: {written(view.row, name)}" for name in CELL_COLUMNS if name != "n"),
-        f"n: {repetitions(view)}; in brackets: p10 and p90",
-    ]
 
 
 def table_markdown(report: Report) -> str:

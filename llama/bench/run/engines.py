@@ -119,12 +119,6 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
     return str(replace(model.execution, runner=" and ".join(names)))
 
 
-def ask_cache(run: Run, cache: Cache | None) -> None:
-    """Record the bytes and the capacity of a cache; None: it is off."""
-    run.cache_bytes = 0 if cache is None else cache.nbytes
-    run.cache_length = None if cache is None else cache.layers[0].slots
-
-
 class LlamaEngine(Engine):
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
 
@@ -184,12 +178,15 @@ class LlamaEngine(Engine):
             cache = named["cache"]
             return given, {**named, "logits": self.logits}
 
-        def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
-            rows, width = given[0].shape
+        def saw(rows: int, width: int) -> None:
             run.fed.append((rows, width))
-            run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if len(run.fed) == last:
-                ask_cache(run, cache)
+                run.cache_bytes = 0 if cache is None else cache.nbytes
+                run.cache_length = None if cache is None else cache.layers[0].slots
+
+        def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
+            saw(*given[0].shape)
+            run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if steps is not None:  # only in a warm-up, because it takes time
                 if likeliest:
                     same = torch.equal(likeliest.pop(), given[0][:, -1])
@@ -201,9 +198,7 @@ class LlamaEngine(Engine):
             clock.note()
             if len(times) - 1 == steps:
                 raise _EnoughError
-            run.fed.append((rows, width))
-            if len(run.fed) == last:
-                ask_cache(run, cache)
+            saw(rows, width)
 
         before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
         if step is not None and self.logits == "last":  # all logits need the plain loop

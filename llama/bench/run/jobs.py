@@ -38,7 +38,7 @@ class Followers:
         self._sent = 0
 
     def send(self, job: dict[str, Any]) -> str:
-        """Send a job to all of them, and return its number."""
+        """Send a job to all of them, and return its number; no job ends the loop of `follow`."""
         self._sent += 1
         if self._store is not None:
             self._store.set(f"bench/{self._sent}", json.dumps(job))
@@ -71,10 +71,6 @@ class Followers:
             if time.monotonic() > until:
                 raise JobDied(f"another rank has not ended its part after {self._timeout:g} s")
             time.sleep(0.05)
-
-    def dismiss(self) -> None:
-        """End the loop of `follow` on all of them."""
-        self.send({})
 
 
 @cache

@@ -98,9 +98,8 @@ def agreement(cell: Cell) -> dict[str, Any]:
 
     Both read the first `cell.input_len` tokens of the text, whatever they find (teacher forcing).
     """
-    plain = cell.but(engine="llama", fast=False, exact=False, quantize=None, activations=16, dtype="fp32")
     found = []
-    for one in (plain.but(kv_cache="static"), cell):
+    for one in (cell.workload.but(exact=False, dtype="fp32", kv_cache="static"), cell):
         engine = open_engine(one).engine
         assert isinstance(engine, LlamaEngine | LlamaCppEngine)  # the others have no rounded weights
         ids, path = engine.most_likely(engine.encode(read_corpus())[: cell.input_len])
