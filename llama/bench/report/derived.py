@@ -13,7 +13,7 @@ from llama.bench.schema import Report, Row, cell_of, pairs, rows_of
 from llama.bench.statistics import Spread, percentiles, spread
 
 _LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
-LEAST_LENGTHS = 3  # a straight line goes through any two
+LEAST_LENGTHS = 3  # an exponent fits any two
 
 Derived = dict[str, Any]
 
@@ -113,22 +113,12 @@ def fits(report: Report) -> list[Derived]:
         for mode in ("on", "off") if column == "context" else ():
             times = [(row["context"], row[mode]["median"]) for row in rows if row.get(mode)]
             if len(times) >= LEAST_LENGTHS:
-                found.append({"figures": "fit", "kv_caching": mode, **fit(times)})
+                found.append({"figures": "fit", "kv_caching": mode, "exponent": exponent(times), "n": len(times)})
     return found
 
 
-def fit(times: Sequence[tuple[int, float]]) -> Derived:
-    """Fit seconds = base + slope x context by least squares of the relative errors, so that short contexts count.
-
-    exponent: p of seconds ~ context^p over the longer half of the contexts.
-    """
-    weighted = [(1 / seconds**2, context, seconds) for context, seconds in times]
-    whole = sum(w for w, _, _ in weighted)
-    middle = sum(w * context for w, context, _ in weighted) / whole
-    mean = sum(w * seconds for w, _, seconds in weighted) / whole
-    slope = sum(w * (context - middle) * (seconds - mean) for w, context, seconds in weighted)
-    slope /= sum(w * (context - middle) ** 2 for w, context, _ in weighted)
+def exponent(times: Sequence[tuple[int, float]]) -> float:
+    """Return p of seconds ~ context^p over the longer half of the contexts."""
     longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
     logs = [[math.log(value) for value in values] for values in zip(*longer, strict=True)]
-    exponent = statistics.linear_regression(*logs).slope
-    return {"base": mean - slope * middle, "slope": slope, "exponent": exponent, "n": len(times)}
+    return statistics.linear_regression(*logs).slope

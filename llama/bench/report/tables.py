@@ -31,7 +31,7 @@ CELL_COLUMNS = (
 )
 SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_bytes", "bound_on", "bound_off", "n")
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
-FIT_COLUMNS = ("kv_caching", "base", "slope", "exponent", "n")
+FIT_COLUMNS = ("kv_caching", "exponent", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
 KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
 PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator
 from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED, megabytes
 from llama.bench.report.contents import NOISY, is_noisy
-from llama.bench.report.derived import crossovers, fits, growth, saved, step_groups
+from llama.bench.report.derived import crossovers, growth, saved, step_groups
 from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
@@ -138,11 +138,11 @@ def draw_speedup(report: Report) -> Figure | None:
 
 def draw_steps(report: Report) -> Figure | None:
     """Draw the time of a step in both modes by context, a panel for each batch size; of a sweep also by batch size."""
-    panels, lines = step_groups(report), fits(report)
+    panels = step_groups(report)
     if not panels:
         return None
     timed = [row[mode] for _, _, rows in panels for row in rows for mode in canvas.MODES if row.get(mode)]
-    below = f"{_job(report)}; {canvas.counted(timed)}{'; dashed: fitted lines' if lines else ''}"
+    below = f"{_job(report)}; {canvas.counted(timed)}"
     heights, places = [3.6] * len(panels), range(len(panels))
     words = crossover_words(report) or growth_words(panels[0])
     figure, axes = canvas.new_figure(words, below, heights=heights, times=places, sharey=True)
@@ -151,9 +151,6 @@ def draw_steps(report: Report) -> Figure | None:
         canvas.draw_modes(ax, values, rows, scale=1e3)
         canvas.log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, apart=4.0)
         ax.set_title(title)
-        for line in lines if column == "context" else ():
-            fitted = [1e3 * (line["base"] + line["slope"] * context) for context in values]
-            ax.plot(values, fitted, color=canvas.COLORS[line["kv_caching"]], lw=1.4, ls=canvas.DASHES)
     for ax, one in zip(axes, crossovers(report), strict=False):
         if one["context"]:
             ax.axvline(one["context"], color=palette.INK.light, lw=1.2, ls=canvas.DASHES)
