@@ -456,13 +456,6 @@ def test_another_sampler_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "same sampler" in faults_of(engine_for(CELL))
 
 
-def test_a_missing_warm_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_for(CELL)
-    whole = engine.run
-    monkeypatch.setattr(engine, "run", lambda *args, **named: Run() if named.get("steps") else whole(*args, **named))
-    assert faults_of(engine) == {"warm-up"}
-
-
 def test_a_cell_above_the_models_limit_or_the_memory_is_rejected(native_sized: str) -> None:
     cell = CELL.but(model=native_sized)
     with pytest.raises(ValueError, match="passes the model's max_seq_len="):

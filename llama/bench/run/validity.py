@@ -22,26 +22,19 @@ def judge(cell: Cell, run: Run, warm_up: Run, *, max_seq_len: int, reset_seen: t
 
 def notes(cell: Cell, *, weights: str) -> list[str]:
     """Return what a reader should know of a cell besides its checks."""
-    found = []
-    if weights == "random":
-        found.append("random weights: times and sizes are the model's, the text is noise")
-    if cell.text is None:
-        found.append("random token ids as prompts, of exactly the length asked for")
-    if cell.dtype in ("bf16", "fp16"):
-        found.append(f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off")
-    if cell.from_file:
-        found.append(
-            f"{cell.quantize} weights: as the file has them, so that what is fp32 here is the file's numbers widened"
-        )
-    elif cell.quantize is not None:
-        found.append(
-            f"{cell.quantize} weights: rounded, so that another text may come out than of the weights as they are"
-        )
-    if cell.activations == 8:
-        found.append("activations rounded to 8 bits: the table says how often the most likely token stays that of fp32")
-    if cell.logits == "all":
-        found.append("logits of all positions, on purpose: generation needs the last one's only")
-    return found
+    rounded = "as the file has them, so that what is fp32 here is the file's numbers widened"
+    if not cell.from_file:
+        rounded = "rounded, so that another text may come out than of the weights as they are"
+    eight_bits = "activations rounded to 8 bits: the table says how often the most likely token stays that of fp32"
+    found = {
+        "random weights: times and sizes are the model's, the text is noise": weights == "random",
+        "random token ids as prompts, of exactly the length asked for": cell.text is None,
+        f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off": cell.itemsize == 2,
+        f"{cell.quantize} weights: {rounded}": cell.quantize is not None,
+        eight_bits: cell.activations == 8,
+        "logits of all positions, on purpose: generation needs the last one's only": cell.logits == "all",
+    }
+    return [note for note, holds in found.items() if holds]
 
 
 def check(name: str, fine: bool | None, detail: str) -> Row:
