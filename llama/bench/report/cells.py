@@ -76,15 +76,11 @@ class CellView:
 
 def cell_views(report: Report) -> list[CellView]:
     """Return the cells in the order of the head."""
-    return [
-        CellView(
-            row["cell"],
-            cell_of(report, row),
-            row,
-            *(rows_of(report, kind, row["cell"]) for kind in ("check", "memory")),
-        )
-        for row in sorted(rows_of(report, "cell"), key=lambda row: row["cell"])
-    ]
+    views = []
+    for row in sorted(rows_of(report, "cell"), key=lambda row: row["cell"]):
+        checks, memory = (rows_of(report, figures, row["cell"]) for figures in ("check", "memory"))
+        views.append(CellView(row["cell"], cell_of(report, row), row, checks, memory))
+    return views
 
 
 def in_table_order(views: Sequence[CellView]) -> list[CellView]:

@@ -49,10 +49,8 @@ class Haystack:
         """Return a text of `length` tokens, with the question, and a needle at `depth`: 0 at its start, 1 at its end.
 
         City, secret and part of the text depend on length, depth and seed. Raises ValueError if the text is too short
-        for the length, or the length for the needle, or the depth is not from 0 to 1.
+        for the length, or the length for the needle.
         """
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth={depth} must be from 0, the start of the text, to 1, its end")
         dice = random.Random(f"{length} {depth} {seed}")
         city, secret = dice.choice(CITIES), str(dice.randrange(1000, 10000))
         fact = f"The magic number of {city} is"

@@ -90,19 +90,14 @@ def cache_sizes(model: Transformer, lengths: Sequence[int], ids: Sequence[int]) 
     return rows
 
 
-def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int) -> Row:
-    """Return the bytes of a cache of one row that was fed a prompt and then single tokens up to `length`."""
-    predicted = predicted_bytes(model, cache, prompt, length, reserved=length)
-    return {"cache_bytes": cache.nbytes, "predicted_cache_bytes": predicted}
+def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int, *, reserved: int | None = None) -> Row:
+    """Return the bytes of a cache of one row that was fed a prompt and then single tokens up to `length`.
 
-
-def predicted_bytes(model: Transformer, cache: Cache, prompt: int, length: int, *, reserved: int) -> int:
-    """Return the bytes that the kinds predict for one row of a prompt and single tokens up to `length`.
-
-    `reserved`: the positions that memory is reserved for.
+    `reserved`: the positions that memory is reserved for, if not `length`.
     """
-    itemsize = model.dtype.itemsize  # that of keys and values; a matrix may be in int8
-    return cache.predicted_bytes(prompts=[prompt], ends=[length], reserved=(1, reserved), itemsize=itemsize)
+    itemsize, rows = model.dtype.itemsize, (1, reserved or length)  # of keys and values; a matrix may be in int8
+    predicted = cache.predicted_bytes(prompts=[prompt], ends=[length], reserved=rows, itemsize=itemsize)
+    return {"cache_bytes": cache.nbytes, "predicted_cache_bytes": predicted}
 
 
 @torch.inference_mode()
@@ -115,7 +110,8 @@ def filled_cache(model: Transformer, length: int, ids: Sequence[int], *, reserve
     cache = model.new_cache(rows=1, length=reserved)
     if not any(layer.observes for layer in cache.layers):
         _write_random(model, cache, length)
-        if cache.nbytes == predicted_bytes(model, cache, length, length, reserved=reserved):
+        stored = bytes_of(model, cache, length, length, reserved=reserved)
+        if stored["cache_bytes"] == stored["predicted_cache_bytes"]:
             return cache
         cache = model.new_cache(rows=1, length=reserved)
     text = torch.tensor(ids, device=model.device).repeat(-(-length // len(ids)))[None, :length]
