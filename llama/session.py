@@ -6,32 +6,38 @@ Knows ids, positions and the interface of a cache; does not know kinds of cache 
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
 
+import torch
+from torch import Tensor
+
 from llama.args import ModelArgs
-from llama.batch import Batch
-from llama.generation import LanguageModel
-from llama.kv_cache import Cache
+from llama.batch import Batch, Token
+from llama.generation import LanguageModel, make_stepper
+from llama.kv_cache import Cache, check_lossless
 from llama.request import Options, common_beginning, listing_options, make_request
+from llama.rows import Rows
 from llama.sessions.file import Content, load_session, save_session
-from llama.sessions.held_text import HeldText
 from llama.sessions.stream import SessionStream
+from llama.stepper import inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
 
 logger = logging.getLogger(__name__)
 
 
-class Session(HeldText):
+class Session:
     """A text and its cache. `model.session` makes one.
 
-    note: a text of the caller's that is stored in the file. With the model's switch off, the whole text is fed at each
-    call. Only one call can use a session at a time, and the model's weights must not change.
+    tokens: the ids. cache: their cache; empty with the model's switch off, when the whole text is fed at each call.
+    fed: the number of tokens that the model was fed for the text so far; tokens that were fed twice count twice. note:
+    a text of the caller's that is stored in the file. Only one call can use a session at a time, and the model's
+    weights must not change.
     """
 
     def __init__(
@@ -43,9 +49,15 @@ class Session(HeldText):
                 f"max_seq_len={max_seq_len!r} must be from 1 to the model's {limit}; build or load it with a larger one"
             )
         self.limits: ModelArgs = model.args if max_seq_len is None else replace(model.args, max_seq_len=max_seq_len)
-        super().__init__(model, model.new_cache(kv_cache, max_seq_len=max_seq_len))
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
+        self.cache: Cache = model.new_cache(kv_cache, max_seq_len=max_seq_len)
+        self.tokens: list[int] = []
+        self.fed = 0
         self.note: str | None = None
+        self._held = 0  # the number of tokens that are cached
+        self._written = 0  # the end of what may be written, also by a call that failed or for tokens that were cut
+        self._logits: Tensor | None = None  # those after the text, (1, vocab), if they are known
+        self._source = model.source  # of the cache and the logits
         self.writer: object = None  # the mark of the stream that may continue the text
         self._dropped = False
         self._lock = threading.Lock()  # locked during a call
@@ -56,6 +68,35 @@ class Session(HeldText):
     def max_seq_len(self) -> int:
         """The most tokens that the text may have, unless its cache is bounded."""
         return self.limits.max_seq_len
+
+    @property
+    def position(self) -> int:
+        """The position of the next token: the length of the text."""
+        return len(self.tokens)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """A copy of the logits after the text, (vocab,), from which the next token is chosen.
+
+        None if they are not known: before the first `feed`, after `rewind`, after generated tokens (the newest is not
+        fed yet), and after a change of how the model computes. `append([])` computes them.
+        """
+        return None if self._logits is None or self._source != self.model.source else self._logits[0].clone()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache. Memory that forks share counts in each fork."""
+        return self.cache.nbytes
+
+    @property
+    def kv_cache(self) -> str:
+        """The name of the cache's kind."""
+        return self.cache.kind
+
+    @property
+    def bound(self) -> int | None:
+        """The most positions that the cache stores; None without a limit."""
+        return self.cache.bound
 
     def feed(self, text: str | Sequence[int], *, prompt_ends: bool | None = None) -> int:
         """Replace the text, feed the part of it that is not cached, and return the number of tokens that were fed.
@@ -121,7 +162,7 @@ class Session(HeldText):
                 bound=self.bound,
                 ids=self.tokens,
                 held=held,
-                written=max(held, self._written) if held else 0,
+                written=self._written if held else 0,
                 logits=self._logits,
                 layers=self.cache.state(1, held) if held else [],
                 note=self.note,
@@ -174,9 +215,9 @@ class Session(HeldText):
         """Return a copy of the cache, with the whole text, for texts that continue it; None with the switch off."""
         if not kv_caching:
             return None
-        with self.computing(kv_caching):
+        with self.computing(kv_caching=True):
             if self._held < len(self.tokens):
-                self._feed(list(self.tokens), model=self.model.with_kv_caching(kv_caching))
+                self._feed(list(self.tokens), kv_caching=True)
             return self.cache.copy()
 
     def restore(self, content: Content) -> None:
@@ -220,6 +261,94 @@ class Session(HeldText):
     def _check(self, ids: list[int]) -> None:
         """Raise ValueError for a text that the limits do not allow."""
         make_request(self.limits, self.model.kv_caching, [ids], [0], (), {}, bound=self.bound)
+
+    # ---- which tokens are cached, and which are fed ------------------------------------------------------------------
+
+    def _is_known(self, model: Any) -> bool:
+        """Return True if the logits after the text are known and, with the switch on, all of the text is cached."""
+        return self._logits is not None and self._held == len(self.tokens) * model.kv_caching
+
+    @inferring
+    def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
+        """Generate tokens, add them to the text and yield them."""
+        model = self.model.with_kv_caching(batch.request.kv_caching)
+        batch.begin(model.args.vocab_size, model.device)
+        known = self._is_known(model)
+        batch.held = 0 if known else self._begin(len(self.tokens) - 1)
+        stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
+        with self._noting(len(self.tokens)):
+            if known:
+                stepper.logits = self._logits
+                yield from (Token(0, id, None, True) for id in self.tokens if batch.request.echo)
+            else:
+                yield from stepper.prefill()
+            for chosen in stepper:
+                self.fed, batch.fed = self.fed + batch.fed, 0
+                self._held = self._written = len(self.tokens) * model.kv_caching
+                self._logits = stepper.logits
+                for token in batch.record(chosen):
+                    self.tokens.append(token.id)
+                    self._logits = None
+                    yield token
+                if not batch.active:
+                    return
+
+    def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, kv_caching: bool | None = None) -> int:
+        """Feed those of these ids that are not cached; the ids begin with the text. Return the number fed."""
+        model = self.model if kv_caching is None else self.model.with_kv_caching(kv_caching)
+        if ids == self.tokens and self._is_known(model) and self._held:
+            return 0
+        begin = self._begin(len(ids) - 1)
+        fed = torch.tensor([ids[begin:]], device=model.device)
+        rows = Rows.at([begin], [len(ids) - begin], prompt_ends=begin == 0 if prompt_ends is None else prompt_ends)
+        with self._noting(len(ids)), torch.inference_mode():
+            logits = model(fed, rows, cache=self.cache if model.kv_caching else None, logits="last")[:, -1]
+        self.fed += len(ids) - begin
+        self.tokens, self._logits = ids, logits
+        self._held = self._written = len(ids) * model.kv_caching
+        return len(ids) - begin
+
+    def _begin(self, most: int) -> int:
+        """Return the position, at most `most`, from which to feed; truncate the cache, or free it, for that."""
+        begin = min(self._held, most)
+        if begin <= 0:
+            self._forget()
+            return 0
+        if begin < self._written and not self.cache.truncate(begin):
+            logger.info("kv_cache=%s cannot go back to position %d: all is fed again", self.cache.kind, begin)
+            self._forget()
+            return 0
+        self._held = begin
+        return begin
+
+    def _cut(self, position: int) -> None:
+        if position < len(self.tokens):
+            self.tokens, self._held, self._logits = self.tokens[:position], min(self._held, position), None
+
+    def _forget(self) -> None:
+        self.cache.free()
+        self._held, self._written, self._logits = 0, 0, None
+
+    @contextmanager
+    def _noting(self, end: int) -> Iterator[None]:
+        """Record that the cache may be written up to `end` if the code under `with` fails."""
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self._written, self._logits = max(self._written, end, len(self.tokens)), None
+            raise
+
+    def _check_source(self) -> None:
+        """Free the cache if the model computes in another way now. Raises ValueError for a lossy kind in exact mode."""
+        if self._source != self.model.source:
+            if self._held:
+                logger.info("the model computes in another way than before: all of the session is fed again")
+            self._forget()
+            self._source = self.model.source
+        if self.model.exact:
+            check_lossless(self.cache.layers)
 
 
 class Sessions:

@@ -47,7 +47,10 @@ MAY_IMPORT = {
     "llama/stepper.py": ("batch kv_cache rows", "torch"),
     "llama/generation.py": ("batch kv_cache ranks request rows stepper streaming", "torch"),
     "llama/switches.py": ("args exact.switch kv_cache ops ranks rope rows stepper", "torch"),
-    "llama/session.py": ("args batch generation kv_cache request sessions streaming untrusted.words", ""),
+    "llama/session.py": (
+        "args batch generation kv_cache request rows sessions stepper streaming untrusted.words",
+        "torch",
+    ),
     "llama/model.py": ("args generation kv_cache layers ops ranks rope rows session stepper switches", "torch"),
     "llama/ranks/__init__.py": ("", "torch"),
     "llama/ranks/": ("ranks", "torch fairscale"),

@@ -1,1 +1,1 @@
-"""The parts of a session: its ids and cache, its stream, its file, and the digests of its model in the file."""
+"""The parts of a session: its stream, its file, and the digests of its model in the file."""

@@ -46,7 +46,7 @@ _SHARED = ("kv_cache", "bound", "held", "written", "note")  # fields of Content 
 class Content:
     """A session as plain values.
 
-    held: the number of ids that are cached; written: the end of what was written, see HeldText. bound: the most
+    held: the number of ids that are cached; written: the end of what was written, see Session. bound: the most
     positions that a cache stores, None without a limit. logits: those after the text, if they are known. layers: the
     state of each layer's cache, by name; empty if `held` is 0. note: the caller's text.
     """
