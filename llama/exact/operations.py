@@ -35,7 +35,7 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
     if device.type != "cuda":
         by_slices = partial(exact_linear, slices=slices)
         sum_by_slices = partial(exact_sum_linear, exact_product, slices=slices)
-        attend = softmax_attention(partial(_attend_unchanged, exact_attend))
+        attend = softmax_attention(partial(_attend_all_before, exact_attend))
         return Ops("exact", by_slices, sum_by_slices, attend, rms_norm, exact_silu, exact=True)
     try:
         from llama.exact import triton_kernels as kernels
@@ -43,7 +43,7 @@ def exact_ops(device: torch.device, slices: int = 1) -> Ops:
         raise ValueError(f"exact mode on CUDA needs {missing.name}: pip install triton, or use device=cpu") from None
     # The tiles of Triton's product do not depend on the number of outputs, so only sums need slices.
     sum_by_slices = partial(exact_sum_linear, kernels.linear, slices=slices)
-    attend = softmax_attention(partial(_attend_unchanged, kernels.attend))
+    attend = softmax_attention(partial(_attend_all_before, kernels.attend))
     return Ops("exact", kernels.linear, sum_by_slices, attend, kernels.rms_norm, exact_silu, exact=True)
 
 
@@ -72,8 +72,8 @@ def exact_silu(x: Tensor) -> Tensor:
     return (wide / (1 + (-wide).exp())).type_as(x)
 
 
-def _attend_unchanged(
-    attend: Callable[[Tensor, Tensor, Tensor, Rows, Tensor | None], Tensor],
+def _attend_all_before(
+    attend: Callable[[Tensor, Tensor, Tensor, Rows], Tensor],
     xq: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -81,22 +81,16 @@ def _attend_unchanged(
     visible: Tensor | None = None,
     scoring: Scoring = UNCHANGED,
 ) -> Tensor:
-    """Call an exact `attend`; raise ValueError if the operations have a score_mod."""
+    """Call an exact `attend`. Raise ValueError for a score_mod, and if queries do not see all keys before them."""
     if scoring.score_mod is not None:
         raise ValueError("exact mode cannot apply a score_mod; set model.exact = False first")
-    return attend(xq, keys, values, rows, visible)
-
-
-def exact_attend(
-    xq: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Rows,
-    visible: Tensor | None = None,
-) -> Tensor:
-    """Return what `llama.ops.attend` does; each query is in the same place of the same tile in every call."""
     if visible is not None:
         raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
+    return attend(xq, keys, values, rows)
+
+
+def exact_attend(xq: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+    """Return what `llama.ops.attend` does; each query is in the same place of the same tile in every call."""
     _compare_attention(xq, keys)
     if rows.start is not None:
         return _attend_in_step(xq, keys, values, rows.start)

@@ -68,21 +68,12 @@ def _linear(
     tl.store(out + row * out_features + column, total, (row < n_rows) & (column < out_features))
 
 
-def attend(
-    xq: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: Rows,
-    visible: Tensor | None = None,
-) -> Tensor:
+def attend(xq: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
     """Return attention to the keys at or before each query's position, (bsz, seqlen, n_heads, head_dim).
 
     xq: (bsz, seqlen, n_heads, head_dim); query i of a row is at the row's start + i. keys, values: (bsz, kv_len,
-    n_kv_heads, head_dim); key j is at j. Keys behind a row's last query are never read. Raises ValueError if `visible`
-    is given, because keys then are at other positions.
+    n_kv_heads, head_dim); key j is at j. Keys behind a row's last query are never read.
     """
-    if visible is not None:
-        raise ValueError("exact mode needs a cache whose keys stand at 0, 1, 2, ...; choose kv_cache=static or concat")
     _check(xq=xq, keys=keys, values=values)
     bsz, seqlen, n_heads, head_dim = xq.shape
     kv_len, n_kv_heads = keys.shape[1:3]

@@ -13,10 +13,10 @@ from writes import rows_of
 from llama.args import YarnScaling
 from llama.exact import operations, probe
 from llama.exact.batch_invariance import first_difference
-from llama.exact.operations import exact_attend, exact_linear, exact_silu
+from llama.exact.operations import exact_attend, exact_linear, exact_ops, exact_silu
 from llama.exact.probe import Block, block_for, exact_product
 from llama.model import Transformer
-from llama.ops import PLAIN, attend
+from llama.ops import PLAIN, UNCHANGED, attend
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES: list[dict[str, Any]] = [
@@ -172,7 +172,7 @@ def test_recording_gradients_raises() -> None:
 def test_a_cache_with_its_own_positions_raises() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="choose kv_cache=static or concat"):
-        exact_attend(x, x, x, rows_of(0, x), torch.zeros(1, dtype=torch.int64))
+        exact_ops(x.device).attend(x, x, x, rows_of(0, x), torch.zeros(1, dtype=torch.int64), UNCHANGED)
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])

@@ -63,10 +63,8 @@ def assert_same_product(x: Tensor, weight: Tensor) -> None:
     assert ((product - expected).abs() <= bound).all()
 
 
-def attend_exactly(
-    xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int], visible: Tensor | None = None
-) -> Tensor:
-    return triton_kernels.attend(xq, keys, values, rows_of(start_pos, xq), visible)
+def attend_exactly(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int]) -> Tensor:
+    return triton_kernels.attend(xq, keys, values, rows_of(start_pos, xq))
 
 
 def assert_attends(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int | list[int]) -> None:
@@ -184,7 +182,6 @@ def test_norms_are_rounded_before_the_weight_comes() -> None:
 @pytest.mark.parametrize(
     ("refused", "call"),
     [
-        ("whose keys stand at 0, 1, 2", lambda x: attend_exactly(x, x, x, 0, torch.arange(3))),
         (r"\[0, 0\] must be one per row \(of 1\)", lambda x: triton_kernels.attend(x, x, x, Rows.at([0, 0], [3, 3]))),
         (r"start_pos=\[1\] must be .* from 0 to 3 keys - 3", lambda x: attend_exactly(x, x, x, 1)),
         (r"do not agree: .*keys \(1, 2, 2, 4\)", lambda x: attend_exactly(x[:, :1], x[:, :2], x, 0)),
