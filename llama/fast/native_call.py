@@ -21,8 +21,9 @@ class NativeCall:
     """One call of the native forward, which may run again for other tokens at other starts.
 
     whole: whether it computes the logits of all tokens. cache: the memory reserved for it; None: it uses no cache.
-    logits: (rows, width or 1, vocab), of the last run, until the next. All memory that native code reads stays
-    allocated as long as this object, whatever another thread does to the model or the cache.
+    logits: (rows, width or 1, vocab), of the last run, until the next. can_repeat: whether the embedding has every id
+    that may be chosen from them. positions: the number of those whose angles it has. All memory that native code reads
+    stays allocated as long as this object, whatever another thread does to the model or the cache.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class NativeCall:
         bsz, width = len(rows.starts), rows.width
         shape = (bsz, width if whole else 1, self._model.output.columns)
         self.logits = torch.empty(shape, dtype=torch.float32, device="cpu")
+        self.can_repeat, self.positions = shape[-1] <= self._model.vocab_size, len(cos_sin[0])
         numbers = c_int64 * bsz
         self._starts, self._fed = numbers(*rows.starts), numbers.from_address(ids.data_ptr())  # one token of each row
         kept = numbers(*rows.lengths)
@@ -62,16 +64,6 @@ class NativeCall:
             threads=torch.get_num_threads(),
         )
         self._workspace, self._room = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether the embedding has every id that may be chosen from the logits."""
-        return self.logits.shape[-1] <= self._model.vocab_size
-
-    @property
-    def positions(self) -> int:
-        """The number of positions that it has the angles of."""
-        return len(self._memory[0][0])
 
     def feed(self, ids: Sequence[int], starts: Sequence[int]) -> None:
         """Set the tokens, one of each row, and their positions for the next run."""

@@ -193,7 +193,8 @@ class NativeStepper(PlainStepper):
         if (batch.maybe_changed or self._described is None) and not self._may_continue():
             return None
         with cache.feeding(self._source, begins=False):
-            if self._left and self._in_place():
+            # The buffers may have moved: a fork in another thread may enlarge the pool that it shares.
+            if self._left and not (self._shared and self._native_cache.moved(self._cache, self._room)):
                 self._left -= 1
                 self._call.feed(newest, starts)
                 for ends in self._ends:
@@ -216,10 +217,6 @@ class NativeStepper(PlainStepper):
         check_call(self.model, *self._fed(), self._cache, "last")
         self._source = self.model.source
         return True
-
-    def _in_place(self) -> bool:
-        """Return True if the buffers are those of the stretch: a fork in another thread may enlarge their pool."""
-        return not self._shared or not self._native_cache.moved(self._cache, self._room)
 
     def _fed(self) -> tuple[Tensor, Rows]:
         """Return the tokens and rows of a step."""
