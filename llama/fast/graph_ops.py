@@ -7,7 +7,7 @@ Knows tensors, not modules, graphs or sampling.
 Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import count
 from types import FunctionType
@@ -22,61 +22,45 @@ from llama.rope import apply_rotary_emb
 
 
 class GraphOps(NamedTuple):
-    """One implementation of all functions below."""
+    """One implementation of the three functions that make logits of tokens, and tokens of logits."""
 
     name: str
-    qkv: Callable[..., Tensor]
-    attend_project: Callable[..., Tensor]
-    gate: Callable[..., Tensor]
-    project: Callable[..., Tensor]
+    layer: Callable[..., Tensor]
     head: Callable[..., Tensor]
     advance: Callable[..., None]
 
 
-def qkv(
+def decode_layer(
     h: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
+    weights: Mapping[str, Tensor],
+    eps: tuple[float, float],
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Return the rotated queries, (rows, n_heads, head_dim), and write the keys and values at `positions`.
+    """Return the output of a layer, (rows, dim), and write its keys and values at `positions`.
 
-    cos, sin: (at least slots, 1, head_dim), as RopeTable has them.
+    weights: those of a TransformerBlock, by name. eps: of its attention_norm and its ffn_norm. cos, sin: (at least
+    slots, 1, head_dim), as RopeTable has them.
     """
-    normed = rms_norm(h, norm_weight, eps)
-    xq, xk, xv = (linear(normed, w).view(len(h), 1, -1, keys.shape[-1]) for w in (wq, wk, wv))
+    normed = rms_norm(h, weights["attention_norm.weight"], eps[0])
+    products = (linear(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
+    xq, xk, xv = (product.view(len(h), 1, -1, keys.shape[-1]) for product in products)
     xq, xk = apply_rotary_emb(xq, xk, (cos[positions][:, None], sin[positions][:, None]))
     rows = torch.arange(len(h), device=h.device)
     keys[rows, positions], values[rows, positions] = xk[:, 0], xv[:, 0]
-    return xq[:, 0]
-
-
-def attend_project(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, wo: Tensor, h: Tensor) -> Tensor:
-    """Return h + attention(q) @ wo.T, over the keys at or before each row's position."""
     seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
     # 0 * nan would be nan, so what no query may see is zero.
-    keys, values = (kept[: len(q)].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
+    keys, values = (kept[: len(h)].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
+    q = xq[:, 0, :, None]  # (rows, n_heads, 1, head_dim)
     gqa = q.shape[1] != keys.shape[1]
-    output = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=seen[:, None, None], enable_gqa=gqa)
-    return project(output.flatten(1), wo, h)  # (rows, n_heads, 1, head_dim) before
-
-
-def gate(h: Tensor, norm_weight: Tensor, eps: float, w1: Tensor, w3: Tensor) -> Tensor:
-    """Return silu(n @ w1.T) * (n @ w3.T) for the normed n of h."""
-    normed = rms_norm(h, norm_weight, eps)
-    return F.silu(linear(normed, w1)) * linear(normed, w3)
-
-
-def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
-    """Return h + x @ weight.T."""
-    return h + linear(x, weight)
+    output = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None], enable_gqa=gqa)
+    h = h + linear(output.flatten(1), weights["attention.wo.weight"])
+    normed = rms_norm(h, weights["ffn_norm.weight"], eps[1])
+    gate, up = (linear(normed, weights[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
+    return h + linear(F.silu(gate) * up, weights["feed_forward.w2.weight"])
 
 
 def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -105,7 +89,7 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
-PYTORCH = GraphOps("plain", qkv, attend_project, gate, project, head, advance)
+PYTORCH = GraphOps("plain", decode_layer, head, advance)
 
 
 _COUNT = count()

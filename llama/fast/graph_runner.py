@@ -204,10 +204,10 @@ class GraphRunner:
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step's graph; record it if there is none yet."""
         if key not in buffers.graphs:
-            buffers.graphs[key] = buffers.recorded(self._step(model, buffers, key))
+            buffers.graphs[key] = buffers.recorded(self.step(model, buffers, key))
         return buffers.graphs[key]
 
-    def _step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
+    def step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return a function without arguments that runs one step on the buffers."""
         ops = self.ops
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
@@ -215,11 +215,10 @@ class GraphRunner:
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
 
         def step() -> None:
-            h = cached(model, buffers, ops)
+            logits = next_logits(model, buffers, ops)
             if greedy:
-                take_likeliest(model, buffers, ops, h)
+                ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
                 return
-            logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
             ids, sure = choose_ahead(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
             if key.logprobs:
                 buffers.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
@@ -236,7 +235,7 @@ class GraphRunner:
         cache: an empty one for new buffers. Raises Unsupported.
         """
         description = self._descriptions.of(model).description
-        slots, buffers = rounded_up(length + 1), self._buffers
+        slots, buffers = -(-(length + 1) // LENGTH_STEP) * LENGTH_STEP, self._buffers
         if (
             buffers is None
             or buffers.rows != rows
@@ -420,25 +419,15 @@ def _new_cache(model: Transformer, request: Request) -> Cache:
     return cache
 
 
-def cached(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
-    """Feed every row's newest token with the cache; return the output of the last layer, (rows, dim)."""
+def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
+    """Feed every row's newest token with the cache; return the logits, (rows, vocab)."""
     positions = buffers.positions
     h: Tensor = model.tok_embeddings(buffers.tokens.gather(1, positions[:, None])[:, 0])
     for block, (keys, values) in zip(model.blocks, buffers.keys_values, strict=True):
-        attention, mlp = block.attention, block.feed_forward
-        norm, then = block.attention_norm, block.ffn_norm
-        products = (attention.wq.weight, attention.wk.weight, attention.wv.weight)
-        q = ops.qkv(h, norm.weight, norm.eps, *products, *buffers.cos_sin, positions, keys, values)
-        h = ops.attend_project(q, keys, values, positions, attention.wo.weight, h)
-        hidden = ops.gate(h, then.weight, then.eps, mlp.w1.weight, mlp.w3.weight)
-        h = ops.project(hidden, mlp.w2.weight, h)
-    return h
-
-
-def take_likeliest(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, h: Tensor) -> None:
-    """Choose every row's most likely next token, and step on."""
-    logits = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-    ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
+        weights = dict(block.named_parameters(remove_duplicate=False))
+        eps = block.attention_norm.eps, block.ffn_norm.eps
+        h = ops.layer(h, weights, eps, *buffers.cos_sin, positions, keys, values)
+    return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
 
 
 class Recorder:
@@ -494,10 +483,6 @@ class Recorder:
 
 def _clear_workspaces() -> None:
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
-
-
-def rounded_up(length: int) -> int:
-    return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 def new_buffers(model: Transformer, rows: int, slots: int, cache: Cache, record: Recorder) -> DecodeBuffers:

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.fast.graph_ops import GraphOps
-from llama.fast.graph_runner import (
-    DecodeBuffers,
-    GraphKey,
-    GraphRunner,
-    cached,
-    short_message,
-    take_likeliest,
-)
+from llama.fast.graph_runner import DecodeBuffers, GraphKey, GraphRunner, next_logits, short_message
 from llama.fast.supported import Unsupported
 from llama.host.machine import wait_for
 from llama.model import Transformer
@@ -57,15 +50,17 @@ def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], float]) 
 def try_steps(model: Transformer, runner: GraphRunner) -> float:
     """Return the seconds of a step at batch 1. Raises Unsupported if steps do not compute what the modules do."""
     seconds = []
-    model, ops = model.with_kv_caching(True), runner.ops
-    for rows, length in _shapes(model):
+    model, ops, args = model.with_kv_caching(True), runner.ops, model.args
+    shapes = {(rows, min(length, args.max_seq_len)) for rows, length in SHAPES if rows <= (args.max_batch_size or rows)}
+    for rows, length in sorted(shapes):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
-            h = cached(model, buffers, ops)
-            _compare(model, ops, ops.head(h, model.norm.weight, model.norm.eps, model.output.weight), expected)
+            off = ((next_logits(model, buffers, ops) - expected).abs().max() / expected.abs().max()).item()
+            if not off <= TOLERANCE[model.dtype]:
+                raise Unsupported(f"the {ops.name} kernels' logits are off by {off:.2g} of the largest here")
             _place(buffers, ids)
-            wanted = []
+            step, wanted = runner.step(model, buffers, GREEDY_KEY), []
             for _ in range(2):
-                take_likeliest(model, buffers, ops, cached(model, buffers, ops))
+                step()
                 wanted.append([tensor.clone() for tensor in buffers.state()])
             _place(buffers, ids)
             replay = runner.recorded(model, buffers, GREEDY_KEY)
@@ -76,12 +71,6 @@ def try_steps(model: Transformer, runner: GraphRunner) -> float:
             if rows == 1:
                 seconds.append(_timed(model, replay))
     return min(seconds)
-
-
-def _shapes(model: Transformer) -> list[tuple[int, int]]:
-    """Return the shapes to try within the limits of the model."""
-    shapes = {(rows, min(length, model.args.max_seq_len)): None for rows, length in SHAPES}
-    return [(rows, length) for rows, length in shapes if rows <= (model.args.max_batch_size or rows)]
 
 
 @contextmanager
@@ -106,12 +95,6 @@ def _place(buffers: DecodeBuffers, ids: Tensor) -> None:
     buffers.tokens.zero_()
     buffers.tokens[:, : ids.shape[1]] = ids
     buffers.positions.fill_(ids.shape[1] - 1)
-
-
-def _compare(model: Transformer, ops: GraphOps, ours: Tensor, theirs: Tensor) -> None:
-    off = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    if not off <= TOLERANCE[model.dtype]:
-        raise Unsupported(f"the {ops.name} kernels' logits are off by {off:.2g} of the largest here")
 
 
 def _timed(model: Transformer, step: Callable[[], object]) -> float:

@@ -91,27 +91,24 @@ def test_the_limits_of_all_parts_make_eight_minutes(script: ModuleType) -> None:
     assert script.MACHINE_S + 3 * script.PART_S <= 8 * 60
 
 
-def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
-    return graph_ops.project(x, weight, h) + 0.1 * h.roll(1, dims=-1)
+def wrong_layer(h: Tensor, *given: Any) -> Tensor:
+    return graph_ops.decode_layer(h, *given) + 0.5 * h.roll(1, dims=-1)
 
 
-def gate_without_norm(x: Tensor, norm: Tensor, eps: float, w1: Tensor, w3: Tensor) -> Tensor:
-    return graph_ops.gate(x, torch.ones_like(norm), eps, w1, w3)
+def layer_without_norm(h: Tensor, weights: dict[str, Tensor], *given: Any) -> Tensor:
+    norm = torch.ones_like(weights["ffn_norm.weight"])
+    return graph_ops.decode_layer(h, {**weights, "ffn_norm.weight": norm}, *given)
 
 
-def broken_gate(*given: object) -> Any:
+def broken_layer(*given: object) -> Any:
     raise RuntimeError("an illegal memory access | was encountered")
 
 
 def test_wrong_and_broken_kernels_fail_their_checks_and_the_others_pass(
     tiny: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: dict[str, Any] = {
-        "wrong": {"project": wrong_project},
-        "unnormed": {"gate": gate_without_norm},
-        "broken": {"gate": broken_gate},
-    }
-    sets = {name: PYTORCH._replace(name=name, **kernels) for name, kernels in made.items()}
+    made = {"wrong": wrong_layer, "unnormed": layer_without_norm, "broken": broken_layer}
+    sets = {name: PYTORCH._replace(name=name, layer=layer) for name, layer in made.items()}
     known = checks.kernels_of
     monkeypatch.setattr(checks, "kernels_of", lambda device: {**known(device), **sets})
     for part, kind in (("ids", "greedy ids in fp32, batch 3, ragged: {} kernels"), ("bf16", "steps of {} kernels")):

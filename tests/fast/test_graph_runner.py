@@ -628,14 +628,14 @@ def test_exact_mode_and_graphs_exclude_each_other() -> None:
     fast.exact = False
 
 
-def wrong_project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
-    return graph_ops.project(x, weight, h) * (1 if len(h) == 1 else 1.5)  # wrong for several rows only
+def wrong_layer(h: Tensor, *given: Any) -> Tensor:
+    return graph_ops.decode_layer(h, *given) * (1 if len(h) == 1 else 1.5)  # wrong for several rows only
 
 
 def test_kernels_whose_logits_are_not_the_modules_are_not_used() -> None:
     plain, _ = twins(dtype=torch.float32)
     assert try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="right"))) > 0
-    wrong = GraphRunner(graph_ops.PYTORCH._replace(name="wrong", project=wrong_project))
+    wrong = GraphRunner(graph_ops.PYTORCH._replace(name="wrong", layer=wrong_layer))
     with pytest.raises(Unsupported, match="the wrong kernels' logits are off by"):
         try_steps(plain, wrong)
     assert wrong._buffers is plain.cache is None
@@ -656,12 +656,12 @@ def test_a_step_that_cannot_be_recorded_or_repeated_fails_its_trial(recorder: ty
 def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
     calls: list[int] = []
 
-    def project(x: Tensor, weight: Tensor, h: Tensor) -> Tensor:
+    def layer(h: Tensor, *given: Any) -> Tensor:
         calls.append(len(h))
-        return graph_ops.project(x, weight, h)
+        return graph_ops.decode_layer(h, *given)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
-    try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", project=project)))
+    try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", layer=layer)))
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
 
 
