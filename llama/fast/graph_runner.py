@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SYNC_INTERVAL = 8
 LENGTH_STEP = 32  # buffer lengths are multiples of it, so that texts of similar length share buffers
 
-UNSURE = -2  # the id of a token that the candidates do not decide; -1 stands for logits that are not finite
+UNSURE = -2  # the id of a token that the candidates do not decide, see `choose_ahead`; -1: logits that are not finite
 
 Replay = Callable[[], object]
 
@@ -45,10 +45,6 @@ class GraphKey(NamedTuple):
     chooses: tuple[bool, ...]  # which of the Settings are set
     whole: bool  # whether the whole vocabulary is sorted
     logprobs: bool
-
-
-class Unsure(Exception):
-    """The candidates did not decide a step, see `llama.sampling.choose_ahead`."""
 
 
 @dataclass
@@ -281,26 +277,22 @@ class GraphStepper(PlainStepper):
         calls = super().__iter__()
         try:
             yield next(calls)
-            yield from self._recorded()
+            yield from self._recorded(whole=must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k))
             mark_seen(self.batch)
             self._buffers.cache.select_rows(self.batch.rows)
             yield from calls
         finally:
             self._end()
 
-    def _recorded(self) -> Iterator[Chosen]:
-        """Yield the tokens of all steps; sort the whole vocabulary from the first that the candidates do not decide."""
-        if not self._may_step():
-            return
-        try:
-            whole = must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k)
-            yield from self._steps(whole=whole)
-        except Unsure:
-            yield from self._steps(whole=True)
+    def _recorded(self, *, whole: bool) -> Iterator[Chosen]:
+        """Yield the tokens of further steps, each block after the next one was launched.
 
-    def _steps(self, *, whole: bool) -> Iterator[Chosen]:
-        """Yield the tokens of further steps, each block after the next one was launched."""
+        whole: whether they sort the whole vocabulary. If not, they do so from the first step on that the candidates do
+        not decide.
+        """
         batch = self.batch
+        if not self._runner.may_step(self.model, self._buffers):
+            return
         batch.drop_ended()
         self._buffers.place(batch)
         waiting = self._launch(0, whole=whole)
@@ -313,12 +305,13 @@ class GraphStepper(PlainStepper):
                 chosen = Chosen([ids[row] for row in batch.rows], [logprobs[row] for row in batch.rows])
                 if UNSURE in chosen.ids:
                     self._put_back(draws[step:])
-                    raise Unsure
+                    yield from self._recorded(whole=True)
+                    return
                 batch.fed += len(batch.rows)
                 batch.append(chosen.ids)
                 self.logits = None  # they stay on the device
                 yield chosen
-                if not self._may_step():  # the caller may have changed the model
+                if not self._runner.may_step(self.model, self._buffers):  # the caller may have changed the model
                     self._put_back(draws[step + 1 :])
                     return
             waiting = following
@@ -361,9 +354,6 @@ class GraphStepper(PlainStepper):
     def _put_back(self, draws: Sequence[Tensor]) -> None:
         """Return the random numbers of steps that are discarded to the sampler."""
         self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
-
-    def _may_step(self) -> bool:
-        return self._runner.may_step(self.model, self._buffers)
 
 
 class StepBlock:
