@@ -25,7 +25,6 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Run the tutorial in a new kernel, and return its code cells; nbclient raises the error of a cell."""
     book = deepcopy(RECORDED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv(
             "IPYTHONDIR", str(tmp_path_factory.mktemp("ipython"))
         )  # otherwise IPython writes its history into the home directory
@@ -38,25 +37,14 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_the_tutorial_prints_what_is_recorded_in_it(cells: list[Any]) -> None:
     recorded = [cell for cell in RECORDED.cells if cell.cell_type == "code"]
     assert [printed(cell) for cell in cells] == [printed(cell) for cell in recorded]
-
-
-@pytest.mark.slow
-def test_the_tutorial_finds_the_same_text_with_and_without_the_cache(cells: list[Any]) -> None:
-    assert "the same text: True" in printed(cells[2])
-
-
-@pytest.mark.slow
-def test_the_tutorial_draws_the_time_of_a_step(cells: list[Any]) -> None:
     assert [output.data.keys() & {"image/png"} for output in cells[3].outputs] == [{"image/png"}]
 
 
-@pytest.mark.slow
-def test_the_kind_of_cache_made_in_the_tutorial_serves_the_model(cells: list[Any]) -> None:
+def test_the_tutorial_is_short_and_right() -> None:
+    cells = [cell for cell in RECORDED.cells if cell.cell_type == "code"]
+    assert "the same text: True" in printed(cells[2])
     held = {kind: int(n.replace(",", "")) for kind, n in re.findall(r"^(\w+) +held ([\d,]+)", printed(cells[5]), re.M)}
     assert held["half"] * 2 == held["static"]
     assert "kept: A copy of a cache has the same contents" in printed(cells[5])
-
-
-def test_the_tutorial_is_short() -> None:
     assert len(RECORDED.cells) == 12
     assert TUTORIAL.stat().st_size < 200_000
