@@ -2,9 +2,7 @@
 
 import json
 import multiprocessing
-import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,7 @@ from typing import Any
 import pytest
 from untrusted.malformed import measure
 from untrusted.malformed.cases import CASES, METADATA
-from untrusted.malformed.measure import MIB, originals, written
-
-from llama.checkpoint import CheckpointError, open_checkpoint
+from untrusted.malformed.measure import MIB
 
 
 def write_results(path: Path) -> None:
@@ -53,12 +49,6 @@ def test_metadata_is_refused_before_tensors_are_missed(what: str, results: dict[
     assert ("missing: " in results[f"a .gguf file with {what}"]["message"]) == (what in limits)
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with originals() as found:
-        yield found
-
-
 EXPLAINED = {
     "a .gguf path that is a named pipe": "is not a regular file, or is a broken link; a checkpoint is",
     "model.gguf of model.gguf is a named pipe": "it is a named pipe, not a regular file",
@@ -95,9 +85,8 @@ EXPLAINED = {
 
 
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_the_reason_is_named(name: str, folder: Path) -> None:
-    with written(name, folder) as path, pytest.raises(CheckpointError, match=re.escape(EXPLAINED[name])):
-        open_checkpoint(path)
+def test_the_reason_is_named(name: str, results: dict[str, dict[str, Any]]) -> None:
+    assert EXPLAINED[name] in results[name]["message"]
 
 
 def test_the_cases_have_sources_and_cover_every_format() -> None:
