@@ -2,9 +2,12 @@
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
+from fakes import write_checkpoint
 from hypothesis import settings
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
@@ -58,12 +61,13 @@ def one_thread() -> Iterator[None]:
     """Tiny tensors gain nothing from threads, and sums in one order give the same bits everywhere.
 
     That holds for the processes that a test starts, too: with as many threads as cores each, two of them beside each
-    other spend most of their time waiting in turn, up to eight times what the work takes.
+    other spend most of their time waiting in turn, up to eight times what the work takes. They import this checkout.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
         yield
     torch.set_num_threads(threads)
 
@@ -71,6 +75,17 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny checkpoint of texts of any length."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
 
 
 @pytest.fixture(scope="session")

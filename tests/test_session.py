@@ -5,8 +5,7 @@ import gc
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fakes import Bytes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from oracles import FP64_TOLERANCE, tiny_args, tiny_model, watched
+from oracles import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
 
 from llama.kv_cache import PagedCache, StaticCache
 from llama.model import Transformer
@@ -344,23 +343,6 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> N
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error in a layer in the middle of the model, after so many forwards."""
-    left = [after]
-
-    def hook(*_: object) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-
-    handle = model.layers[1].register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -18,11 +18,12 @@ from checkpoints import (
     write_huggingface,
     write_meta,
 )
+from commands import Command
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from llama import cli, load
+from llama import load
 from llama.args import ModelArgs
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
@@ -183,23 +184,20 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
     ],
 )
 def test_what_cannot_be_converted_is_refused_in_one_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, tmp_path: Path, command: Command
 ) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
     there = tmp_path / "there.gguf"
     there.write_text("")
     names = {"in": source, "out": tmp_path / "out.gguf", "there": there}
-    assert cli.run(main, [word.format(**names) for word in words]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert len(told.splitlines()) == 1
+    assert said in command.refused(main, *(word.format(**names) for word in words))
     assert sorted(tmp_path.iterdir()) == sorted([source, there])
 
 
-def test_the_command_says_what_the_file_has_become(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_the_file_has_become(tmp_path: Path, command: Command) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
-    assert cli.run(main, [str(source), str(tmp_path / "out.gguf"), "--type", "q4_0"]) == 0
-    assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0" in capsys.readouterr().out
+    printed = command.printed(main, source, tmp_path / "out.gguf", "--type", "q4_0")
+    assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0" in printed
 
 
 def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import write_checkpoint
+from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,53 +49,31 @@ PROMPTS = [
 FLAGS = ["--", "--debug", "--help", "-h", "--prompts", "--stream", "--zzz", "-hello", "-x=1"]  # prompts all the same
 
 Result = tuple[tuple[str, ...], dict[str, Any]]
+CALLS: list[Result] = []
+
+
+def noted(
+    *prompts: str,
+    max_gen_len: int = 64,
+    temperature: float = 0.6,
+    top_k: int | None = None,
+    ckpt_dir: str = "demo",
+    prompt_file: str | None = None,
+    kv_caching: bool = True,
+    stream: bool = False,
+    stop: list[str] = [],  # noqa: B006  (read only)
+) -> int:
+    """Note the prompts, and the flags that are not the defaults."""
+    given, defaults = locals(), noted.__kwdefaults__ or {}
+    CALLS.append((prompts, {name: given[name] for name in defaults if given[name] != defaults[name]}))
+    return 0
 
 
 def asked(*words: str) -> Result:
     """Return the prompts and flags with which a command is called."""
-    calls: list[Result] = []
-
-    def command(
-        *prompts: str,
-        max_gen_len: int = 64,
-        temperature: float = 0.6,
-        top_k: int | None = None,
-        ckpt_dir: str = "demo",
-        prompt_file: str | None = None,
-        kv_caching: bool = True,
-        stream: bool = False,
-        stop: list[str] = [],  # noqa: B006  (read only)
-    ) -> int:
-        """Do nothing."""
-        given = locals()
-        calls.append((prompts, {name: given[name] for name in defaults if given[name] != defaults[name]}))
-        return 0
-
-    defaults: dict[str, Any] = command.__kwdefaults__
-    code = cli.run(command, list(words))
-    if code:
-        raise Refused(code)
-    return calls[0]
-
-
-class Refused(Exception):
-    pass
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return the one line with which words are refused."""
-    with pytest.raises(Refused, match="2"):
-        asked(*words)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
+    CALLS.clear()
+    assert cli.run(noted, list(words)) == 0
+    return CALLS[0]
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -169,13 +148,14 @@ def test_a_bare_switch_does_not_eat_the_prompt_after_it() -> None:
     assert asked("--kv_caching", "--", "off") == (("off",), {})
 
 
-def test_a_switch_before_a_word_that_may_be_meant_for_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_switch_before_a_word_that_may_be_meant_for_it_is_refused(command: Command) -> None:
     for word in ("0", "1", "yes", "No", "on", "OFF", "none"):
         said = (
             f"error: --kv_caching={word} must be true or false: write --kv_caching=true or --kv_caching=false "
             "(a prompt that is this word goes before the flag, or after --)\n"
         )
-        assert refusal(capsys, "--kv_caching", word) == refusal(capsys, f"--kv_caching={word}") == said
+        assert command.refused(noted, "--kv_caching", word) == said
+        assert command.refused(noted, f"--kv_caching={word}") == said
 
 
 @pytest.mark.parametrize(
@@ -199,48 +179,38 @@ def test_a_switch_before_a_word_that_may_be_meant_for_it_is_refused(capsys: pyte
         (["--max_gen_len", "--stream"], "--max_gen_len=--stream must be a whole number"),
     ],
 )
-def test_bad_words_are_refused_in_one_line_with_code_2(
-    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert expected in refusal(capsys, *words)
-    assert expected in refusal(capsys, "a prompt", *words)
+def test_bad_words_are_refused_in_one_line_with_code_2(words: list[str], expected: str, command: Command) -> None:
+    assert expected in command.refused(noted, *words)
+    assert expected in command.refused(noted, "a prompt", *words)
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("top_p=2 is\n  too much"), OSError("top_p=2 is too much"), RuntimeError("top_p=2 is too much")]
 )
-def test_an_error_of_the_command_is_one_line_and_debug_shows_the_traceback(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def command(*prompts: str, on: bool = True) -> int:
+def test_an_error_of_the_command_is_one_line_and_debug_shows_the_traceback(error: Exception, command: Command) -> None:
+    def failing(*prompts: str, on: bool = True) -> int:
         raise error
 
-    assert cli.run(command, ["x"]) == 2
-    assert capsys.readouterr() == ("", "error: top_p=2 is too much\n")
-    assert cli.run(command, ["x", "--debug"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    assert command.refused(failing, "x") == "error: top_p=2 is too much\n"
+    code, out, err = command(failing, "x", "--debug")
+    assert (code, out) == (2, "")
     assert "Traceback" in err
     assert "raise error" in err
     assert err.endswith("\nerror: top_p=2 is too much\n")
 
 
 @pytest.mark.parametrize("words", [["--debug", "--zzz"], ["--max_gen_len=x", "--debug=TRUE"]])
-def test_debug_shows_the_traceback_of_an_error_in_the_words_too(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(Refused, match="2"):
-        asked(*words)
-    assert "Traceback" in capsys.readouterr().err
+def test_debug_shows_the_traceback_of_an_error_in_the_words_too(words: list[str], command: Command) -> None:
+    code, _, err = command(noted, *words)
+    assert (code, "Traceback" in err) == (2, True)
 
 
-def test_a_plain_word_is_refused_where_a_command_takes_none(capsys: pytest.CaptureFixture[str]) -> None:
-    def command(*, on: bool = True) -> int:
+def test_a_plain_word_is_refused_where_a_command_takes_none(command: Command) -> None:
+    def without_words(*, on: bool = True) -> int:
         return 0
 
-    assert cli.run(command, []) == 0
-    assert cli.run(command, ["x"]) == 2
-    assert capsys.readouterr() == ("", "error: 'x' is not a flag; --help lists the flags\n")
+    assert command.printed(without_words) == ""
+    assert command.refused(without_words, "x") == "error: 'x' is not a flag; --help lists the flags\n"
 
 
 def test_an_error_that_no_user_can_cause_is_not_hidden() -> None:
@@ -251,34 +221,34 @@ def test_an_error_that_no_user_can_cause_is_not_hidden() -> None:
         cli.run(command, [])
 
 
-def test_the_command_s_code_is_the_exit_code_and_an_interrupt_130(capsys: pytest.CaptureFixture[str]) -> None:
-    def command(*prompts: str, on: bool = True) -> int:
+def test_the_command_s_code_is_the_exit_code_and_an_interrupt_130(command: Command) -> None:
+    def ends(*prompts: str, on: bool = True) -> int:
         if not on:
             raise KeyboardInterrupt
         return 7
 
-    assert cli.run(command, []) == 7
-    assert cli.run(command, ["--on=false"]) == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
+    assert command(ends) == (7, "", "")
+    assert command(ends, "--on=false") == (130, "", "interrupted\n")
 
 
 # ---- inference.py ----------------------------------------------------------------------------------------------------
 
 
-def infer(checkpoint: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run inference.py's command on the tiny checkpoint and return what it printed."""
-    code = cli.run(main, ["--ckpt_dir", str(checkpoint), "--device=cpu", *words])
-    out, err = capsys.readouterr()
-    assert (code, err) == (0, "")
-    return str(out)
+Infer = Callable[..., str]
+
+
+@pytest.fixture
+def infer(checkpoint: Path, command: Command) -> Infer:
+    """Run inference.py's command on the tiny checkpoint and return what it prints."""
+    return partial(command.printed, main, "--ckpt_dir", checkpoint, "--device=cpu")
 
 
 def without_speed(printed: str) -> str:
     return re.sub(r"\n\d+ tokens in .*\n$", "", printed)
 
 
-def test_prompts_reach_the_model_and_the_page_unchanged(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = infer(checkpoint, capsys, "--max_gen_len=2", *PROMPTS)
+def test_prompts_reach_the_model_and_the_page_unchanged(infer: Infer) -> None:
+    printed = infer("--max_gen_len=2", *PROMPTS)
     at = 0
     for prompt in PROMPTS:
         at = printed.index(f"{prompt}\n> ", at) + len(prompt)
@@ -288,69 +258,53 @@ def test_prompts_reach_the_model_and_the_page_unchanged(checkpoint: Path, capsys
     )
 
 
-def test_text_is_the_same_with_and_without_the_cache_streamed_or_not(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_the_same_with_and_without_the_cache_streamed_or_not(infer: Infer) -> None:
     words = ["--max_gen_len=12", "hello", "the", "x", "--seed", "4"]
     printed = {
-        infer_words: infer(checkpoint, capsys, *words, *infer_words)
-        for infer_words in ((), ("--kv_caching=False",), ("--stream",), ("--kv_cache=concat",), ("--stop", "zzz"))
+        more: infer(*words, *more)
+        for more in ((), ("--kv_caching=False",), ("--stream",), ("--kv_cache=concat",), ("--stop", "zzz"))
     }
     assert len({without_speed(text) for text in printed.values()}) == 1
     assert "KV cache off" in printed[("--kv_caching=False",)]
     assert "KV cache on (concat)" in printed[("--kv_cache=concat",)]
-    assert without_speed(infer(checkpoint, capsys, *words[:-1], "5")) != without_speed(printed[()])
+    assert without_speed(infer(*words[:-1], "5")) != without_speed(printed[()])
 
 
 @pytest.mark.parametrize("kind", ["window:40+4", "{file}:mine"])
-def test_every_kind_of_cache_is_accepted_and_named(
-    kind: str, checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_kind_of_cache_is_accepted_and_named(kind: str, infer: Infer, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from llama.kv_cache import ConcatCache\n\n\nclass Mine(ConcatCache, kind='mine'): ...\n")
     named = kind.format(file=file)
     words = ["--max_gen_len=4", "--temperature=0", "hello the x", "hello the y", "--kv_cache", named]
-    printed = [infer(checkpoint, capsys, *words, *more) for more in ((), ("--share_prefix",))]
+    printed = [infer(*words, *more) for more in ((), ("--share_prefix",))]
     assert all(f"KV cache on ({named})" in text for text in printed)
     assert without_speed(printed[0]) == without_speed(printed[1])
 
 
-def test_a_window_longer_than_the_model_reads_is_refused_in_one_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(main, ["--ckpt_dir", str(checkpoint), "hello", "--kv_cache", "window:99999999+4"]) == 2
-    _, err = capsys.readouterr()
-    assert (err.count("\n"), "take a smaller window" in err) == (1, True)
+def test_a_window_longer_than_the_model_reads_is_refused_in_one_line(checkpoint: Path, command: Command) -> None:
+    words = "--ckpt_dir", checkpoint, "hello", "--kv_cache", "window:99999999+4"
+    assert "take a smaller window" in command.refused(main, *words)
 
 
 def test_a_prompt_is_read_from_a_file_or_standard_input(
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    infer: Infer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = " # a file, 3.10\nwith lines\n"
     file = tmp_path / "prompt.txt"
     file.write_text(text + "\n")
     words = ["--max_gen_len=1", "first"]
-    from_file = infer(checkpoint, capsys, *words, "--prompt_file", str(file))
+    from_file = infer(*words, "--prompt_file", file)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text + "\n"))
-    from_stdin = infer(checkpoint, capsys, *words, "--prompt_file", "-")
+    from_stdin = infer(*words, "--prompt_file", "-")
     assert without_speed(from_file) == without_speed(from_stdin)
     assert f"{text}\n> " in from_file
     assert from_file.startswith("first\n> ")
 
 
-def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(command: Command, tmp_path: Path) -> None:
+    missing = tmp_path / "none.txt"
     for flag in ("--prompt_file", "--ckpt_dir"):
-        missing = tmp_path / "none.txt"
-        assert cli.run(main, [flag, str(missing)]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert err.startswith("error: ")
-        assert str(missing) in err
+        assert str(missing) in command.refused(main, flag, missing)
 
 
 @pytest.mark.parametrize(
@@ -372,12 +326,8 @@ def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(
         ["--stream", "--trace"],
     ],
 )
-def test_what_needs_no_model_is_refused_before_one_is_loaded(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(main, ["--ckpt_dir", "not/there", *words]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+def test_what_needs_no_model_is_refused_before_one_is_loaded(words: list[str], command: Command) -> None:
+    err = command.refused(main, "--ckpt_dir", "not/there", *words)
     assert words[0].lstrip("-").split("=")[0] in err
     assert "not/there" not in err  # nothing looked for it
 
@@ -394,17 +344,12 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
     ],
 )
 def test_a_cache_file_that_ends_or_fails_is_named_in_one_line(
-    code: str,
-    expected: str,
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    code: str, expected: str, checkpoint: Path, command: Command, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{code}\n")
-    assert cli.run(main, ["hello", "--kv_cache", f"{file}:x", "--ckpt_dir", str(checkpoint)]) == 2
-    err = capsys.readouterr().err
-    assert (err.count("\n"), expected in err) == (1, True)
+    ended, _, err = command(main, "hello", "--kv_cache", f"{file}:x", "--ckpt_dir", checkpoint)
+    assert (ended, err.count("\n"), expected in err) == (2, 1, True)
     assert ("mine.py" in err) == (not code.startswith("print"))  # a file may print
 
 
@@ -415,13 +360,12 @@ def test_a_command_s_own_interrupt_is_not_taken_for_the_cache_file_s(tmp_path: P
         cache_kind(f"{file}:x")
 
 
-def test_code_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def command(*prompts: str) -> int:
+def test_code_that_ends_a_command_is_one_line(command: Command) -> None:
+    def exits(*prompts: str) -> int:
         raise SystemExit(7)
 
-    assert cli.run(command, []) == 2
-    err = capsys.readouterr().err
-    assert err == "error: code that this command ran ended it by SystemExit(7); --debug shows where\n"
+    said = "error: code that this command ran ended it by SystemExit(7); --debug shows where\n"
+    assert command.refused(exits) == said
 
 
 @pytest.mark.parametrize(
@@ -435,19 +379,18 @@ def test_code_that_ends_a_command_is_one_line(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_a_prompt_file_that_cannot_be_read_is_one_line(
-    file: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    file: str, expected: str, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    assert cli.run(main, ["--prompt_file", file.format(folder=tmp_path), "--ckpt_dir", "not/there"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), expected in err, "not/there" in err) == ("", 1, True, False)
+    err = command.refused(main, "--prompt_file", file.format(folder=tmp_path), "--ckpt_dir", "not/there")
+    assert (expected in err, "not/there" in err) == (True, False)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="named pipes are POSIX's")
-def test_a_pipe_is_no_cache_file(checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.py")
-    assert cli.run(main, ["--kv_cache", f"{tmp_path / 'pipe.py'}:x", "hello", "--ckpt_dir", str(checkpoint)]) == 2
-    assert f"{tmp_path / 'pipe.py'} is no regular file\n" in capsys.readouterr().err
+def test_a_pipe_is_no_cache_file(checkpoint: Path, command: Command, tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe.py")
+    err = command.refused(main, "--kv_cache", f"{pipe}:x", "hello", "--ckpt_dir", checkpoint)
+    assert f"{pipe} is no regular file\n" in err
 
 
 class Endless(io.StringIO):
@@ -459,16 +402,12 @@ class Endless(io.StringIO):
         return "x" * size
 
 
-def test_standard_input_is_limited_and_must_be_utf_8(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", Endless())
-    assert cli.run(main, ["--prompt_file", "-", "--ckpt_dir", "not/there"]) == 2
-    assert "standard input has more than the limit of 16 MB" in capsys.readouterr().err
+def test_standard_input_is_limited_and_must_be_utf_8(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", latin)
-    assert cli.run(main, ["--prompt_file", "-", "--ckpt_dir", "not/there"]) == 2
-    assert "standard input is not UTF-8" in capsys.readouterr().err
+    for stdin, said in ((Endless(), "has more than the limit of 16 MB"), (latin, "is not UTF-8")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        err = command.refused(main, "--prompt_file", "-", "--ckpt_dir", "not/there")
+        assert f"standard input {said}" in err
 
 
 # Words with a meaning in Python, in a shell or as a float, and numbers beyond every type.
@@ -491,24 +430,22 @@ def traced(printed: str) -> list[tuple[int, int, int, int]]:
     return [(int(row), int(prev), int(cur), int(n)) for row, prev, cur, n in lines]
 
 
-def test_a_trace_shows_one_token_a_row_with_the_cache_and_the_growing_prefix_without(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_shows_one_token_a_row_with_the_cache_and_the_growing_prefix_without(infer: Infer) -> None:
     words = ["hello the", "x", "--max_gen_len=4", "--trace", "--temperature=0"]  # 3 and 2 tokens with their BOS
-    cached = infer(checkpoint, capsys, *words)
+    cached = infer(*words)
     starts = [(0, 0, 3, 3), (1, 0, 2, 2)]
     assert traced(cached) == starts + [row for n in range(1, 4) for row in [(0, 2 + n, 3 + n, 1), (1, 1 + n, 2 + n, 1)]]
-    plain = infer(checkpoint, capsys, *words, "--kv_caching=False")
+    plain = infer(*words, "--kv_caching=False")
     assert traced(plain) == starts + [row for n in range(1, 4) for row in [(0, 0, 3 + n, 3 + n), (1, 0, 2 + n, 2 + n)]]
     assert [line for line in cached.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(4)]
     assert "'<|begin_of_text|>hello the'" in cached
 
 
-def test_a_trace_shows_only_active_rows(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_shows_only_active_rows(infer: Infer) -> None:
     words = ["hello the", "x", "--max_gen_len=6", "--temperature=0"]
-    long, short = re.findall(r"> (.*?)\n\n===", infer(checkpoint, capsys, *words), re.DOTALL)
+    long, short = re.findall(r"> (.*?)\n\n===", infer(*words), re.DOTALL)
     stop = next(piece for piece in short if piece not in long)  # it ends the second row and not the first
-    rows = [row for row, *_ in traced(infer(checkpoint, capsys, *words, "--trace", "--stop", stop))]
+    rows = [row for row, *_ in traced(infer(*words, "--trace", "--stop", stop))]
     assert rows.count(0) == 6
     assert 1 <= rows.count(1) < 6
     assert rows[-1] == 0
@@ -539,18 +476,17 @@ class Broken:
     ],
 )
 def test_an_error_in_the_middle_is_one_line_after_the_text_so_far(
-    error: BaseException, code: int, said: str, live: bool, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, said: str, live: bool, command: Command
 ) -> None:
-    def command(*prompts: str) -> int:
+    def breaks(*prompts: str) -> int:
         return show(prompts, Broken(error), live=live)
 
-    assert cli.run(command, ["first", "second"]) == code
     end = "\n\n==================================\n\n"
-    assert capsys.readouterr() == (f"first\n> one held{end}second\n> two {end}", said)
+    assert command(breaks, "first", "second") == (code, f"first\n> one held{end}second\n> two {end}", said)
 
 
-def test_chat_answers_a_user_s_message(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = infer(checkpoint, capsys, "--chat", "hello", "--max_gen_len=3", "--trace")
+def test_chat_answers_a_user_s_message(infer: Infer) -> None:
+    printed = infer("--chat", "hello", "--max_gen_len=3", "--trace")
     marks = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nhello<|eot_id|><|start_header_id|>assistant"
     assert marks in printed
     assert "hello\n> " in printed
@@ -564,18 +500,11 @@ def test_an_unknown_flag_is_refused_before_torch_is_imported() -> None:
         "import atexit, runpy, sys; atexit.register(lambda: print('torch' in sys.modules)); "
         f"sys.argv[1:] = ['x', '--kvcachin']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", look],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "False\n")
     assert done.stderr == "error: unknown flag --kvcachin; did you mean --kv_caching?\n"
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_is_printed_whatever_else_is_given(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(main, ["a prompt", word, "--zzz"]) == 0
-    assert "PROMPTS" in capsys.readouterr().out
+def test_help_is_printed_whatever_else_is_given(word: str, command: Command) -> None:
+    assert "PROMPTS" in command.printed(main, "a prompt", word, "--zzz")

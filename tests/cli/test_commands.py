@@ -1,7 +1,6 @@
 """llama-kv is one command for the functions of the scripts and of `python -m llama.x`, with their flags and help."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -18,9 +17,6 @@ from llama.cli.inference import main as inference
 ROOT = Path(__file__).parents[2]
 
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
 def test_the_overview_fits_a_screen_and_names_every_command() -> None:
     lines = commands.HELP.splitlines()
     assert len(lines) <= 23  # the prompt is the 24th
@@ -33,7 +29,7 @@ def test_the_overview_needs_no_slow_import() -> None:
         "import atexit, sys; from llama import __main__ as m; "
         "atexit.register(lambda: print({'torch', 'fire'} & set(sys.modules))); m.main()"
     )
-    done = subprocess.run([sys.executable, "-c", look], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (f"{commands.HELP}set()\n", "")
 
 
@@ -49,7 +45,7 @@ def test_an_unknown_command_is_one_line(word: str, hint: str, capsys: pytest.Cap
 
 def test_a_command_is_started_with_its_flags_and_under_its_name() -> None:
     words = [sys.executable, "-m", "llama", "run", "--help"]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "\n    llama-kv run - Complete prompts" in done.stdout
     assert "\n    llama-kv run <flags> [PROMPTS]...\n" in done.stdout
     for flag in [*cli.flag_types(inference), "threads", "debug"]:

@@ -54,7 +54,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **changes}
+    return {**os.environ, **changes}
 
 
 def shell(line: str, **changes: str) -> tuple[int, str, str]:

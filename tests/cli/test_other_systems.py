@@ -1,11 +1,7 @@
 """What only some systems have is asked for where it is used, and a process without it does the rest."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
 
 # Like Windows, as far as another system can be; the libraries come first, for they know it themselves.
 WITHOUT = """
@@ -30,7 +26,6 @@ for module in pkgutil.walk_packages(llama.__path__, "llama."):
 def printed(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", f"{WITHOUT}\n{code}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

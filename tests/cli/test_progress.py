@@ -1,19 +1,14 @@
 """In a file or pipe, long work prints its progress in plain lines, and short work prints nothing."""
 
-import io
 import sys
 import threading
 
 import pytest
+from commands import Terminal
 from tqdm import tqdm
 
 from llama.cli import progress
 from llama.cli.progress import progress_bar, seconds_bar
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import write_checkpoint
+from commands import Command
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from oracles import tiny_model, watched
+from oracles import failing, tiny_model, watched
 from torch import Tensor
+from vocabularies import plain
 
-from llama import Chat, Tokenizer, Transformer, cli
+from llama import Chat, Tokenizer, Transformer
 from llama.cli.inference import main
 from llama.tokenizer.chat import ChatFormat, Dialog
 from llama.tokenizer.conversation import MIN_ANSWER
@@ -42,6 +43,9 @@ def small_model(tokenizer: Tokenizer, *, max_seq_len: int = 256) -> Transformer:
 @pytest.fixture
 def model(demo: Tokenizer) -> Transformer:
     return small_model(demo)
+
+
+Talk = Callable[..., tuple[int, str, str]]
 
 
 @contextmanager
@@ -63,10 +67,6 @@ def saying(model: Transformer, *answers: list[int]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, bos=False, eos=False)
 
 
 def scripted(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
@@ -153,24 +153,6 @@ def test_the_last_answer_has_its_times_and_counts(
 
 class Gone(Exception):
     pass
-
-
-@contextmanager
-def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
-    """Raise in the forward after `after` others."""
-    left = after
-
-    def fail(*_: object) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise error
-
-    hook = model.layers[1].register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: Tokenizer) -> None:
@@ -409,22 +391,14 @@ def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelli
 # ---- in lines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), max_seq_len=32768)
-
-
 @pytest.fixture
-def talk(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
+def talk(checkpoint: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Talk:
     """Pipe lines into inference.py --chat, and return the exit code and what it printed."""
 
     def talk(lines: str | bytes, *words: str) -> tuple[int, str, str]:
         stream = io.StringIO(lines) if isinstance(lines, str) else io.TextIOWrapper(io.BytesIO(lines), "utf-8")
         monkeypatch.setattr(sys, "stdin", stream)
-        code = cli.run(main, ["--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", *words])
-        return code, *capsys.readouterr()
+        return command(main, "--chat", "--ckpt_dir", checkpoint, "--device=cpu", *words)
 
     return talk
 
@@ -432,7 +406,7 @@ def talk(
 DIM = r"fed (\d+) of (\d+) tokens, first token after \d+\.\d\d s, [\d.]+ tokens/s, cut after 4 tokens"
 
 
-def test_piped_lines_are_messages_and_answered_one_by_one(talk: Callable[..., tuple[int, str, str]]) -> None:
+def test_piped_lines_are_messages_and_answered_one_by_one(talk: Talk) -> None:
     code, out, err = talk("hello\n\n \nthe hello\r\nlast", "--max_gen_len=4")
     assert (code, err) == (0, "")
     turns = [(int(fed), int(context)) for fed, context in re.findall(f"^{DIM}$", out, re.MULTILINE)]
@@ -444,9 +418,7 @@ def test_piped_lines_are_messages_and_answered_one_by_one(talk: Callable[..., tu
     assert "\033" not in re.sub(r"(?s)^.*?(?=fed )", "", out)
 
 
-def test_answers_are_the_same_without_the_cache_and_everything_is_fed(
-    talk: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_answers_are_the_same_without_the_cache_and_everything_is_fed(talk: Talk) -> None:
     lines = ("hello\nthe\n", "--max_gen_len=4")
     cached, plain = (talk(*lines, *more)[1] for more in ((), ("--kv_caching=False",)))
     assert re.sub("(?m)^fed .*$", "", cached) == re.sub("(?m)^fed .*$", "", plain)
@@ -454,7 +426,7 @@ def test_answers_are_the_same_without_the_cache_and_everything_is_fed(
     assert [fed == context for fed, context in re.findall(DIM, cached)] == [True, False]
 
 
-def test_commands_do_what_they_say_and_wrong_ones_are_one_line(talk: Callable[..., tuple[int, str, str]]) -> None:
+def test_commands_do_what_they_say_and_wrong_ones_are_one_line(talk: Talk) -> None:
     lines = ["/undo", "/stats", "hello", "the", "/undo", "/stats"]
     lines += ["/undo now", "/etc/hosts is what?", " /etc/hosts is what?", "/quit", "never read"]
     code, out, err = talk("\n".join(lines), "--max_gen_len=4")
@@ -471,9 +443,7 @@ def test_commands_do_what_they_say_and_wrong_ones_are_one_line(talk: Callable[..
     assert [line.startswith("error: ") for line in errors] == [True] * 3
 
 
-def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_continues(
-    talk: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_continues(talk: Talk) -> None:
     code, out, err = talk("hello\nhello hello\n/undo\nhello\n", "--max_seq_len=100")
     assert code == 0
     assert out.count(", 0 of 100 tokens left\n") == 2
@@ -493,23 +463,14 @@ def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_contin
     ],
 )
 def test_what_excludes_a_conversation_is_refused_before_a_model_is_loaded(
-    words: list[str],
-    ranks: str,
-    expected: str,
-    talk: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], ranks: str, expected: str, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
     code, out, err = talk("hello\n", *words)
     assert (code, out, err.count("\n"), expected in err) == (2, "", 1, True)
 
 
-# ---- as a process ----------------------------------------------------------------------------------------------------
-
-
-def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered(
-    talk: Callable[..., tuple[int, str, str]],
-) -> None:
+def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered(talk: Talk) -> None:
     code, out, err = talk(b"hello\nbr\xffken\nhello\n", "--max_gen_len=4")
     assert code == 0
     assert len(re.findall(DIM, out)) == 2
@@ -517,16 +478,21 @@ def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered(
     assert err.count("\n") == 1
 
 
-class Terminal:
-    """A process on a terminal of its own."""
+# ---- as a process ----------------------------------------------------------------------------------------------------
 
-    def __init__(self, *words: str) -> None:
+
+class Conversation:
+    """inference.py --chat in a process with a terminal of its own."""
+
+    def __init__(self, checkpoint: Path) -> None:
         import pty
+
+        words = ("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
 
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm")
+            os.environ.update(TERM="xterm")
             os.execv(sys.executable, [sys.executable, str(SCRIPT), *words])
 
     def type(self, text: str) -> None:
@@ -543,6 +509,14 @@ class Terminal:
                 self.type(again)
         return shown.decode(errors="replace")
 
+    def ask(self, keys: str) -> None:
+        """Type what shows as "hello" and the return key; return when an answer, of minutes, has begun."""
+        self.type(keys)
+        self.read("hello")
+        self.type("\r")
+        self.read("\r\n")
+        os.read(self.fd, 1)
+
     def wait(self) -> int:
         with suppress(OSError):  # a terminal whose process has ended reads as an error
             while os.read(self.fd, 1024):
@@ -550,56 +524,44 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_ctrl_c_ends_the_answer_and_quit_the_conversation(checkpoint: Path) -> None:
-    words = ("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
-    terminal = Terminal(*words)
-    try:
-        assert "Ctrl-C ends an answer" in terminal.read("\r\n> ")
-        terminal.type("hello\r")
-        terminal.read("hello\r\n")
-        os.read(terminal.fd, 1)  # an answer of minutes has begun
-        terminal.type("\x03")
-        assert "\033[2mfed " in terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
-        time.sleep(0.3)  # Python looks for signals once it waits for a line
-        terminal.type("\x03")
-        # A signal that comes before Python waits is seen with the next thing that is typed.
-        terminal.read("/quit or Ctrl-D ends the conversation\033[0m\r\n> ", again="\x03")
-        time.sleep(0.3)
-        terminal.type("\x1b[A")  # the message again, out of the history
-        terminal.read("hello")
-        terminal.type("\r")
-        terminal.read("\r\n")
-        os.read(terminal.fd, 1)
-        terminal.type("\x03")
-        terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
-        terminal.type("/stats\r")
-        assert "4 messages" in terminal.read("MB\033[0m\r\n> ")
-        terminal.type("/quit\r")
-        assert terminal.wait() == 0
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(terminal.pid, signal.SIGKILL)
-        os.close(terminal.fd)
+@pytest.fixture
+def terminal(checkpoint: Path) -> Iterator[Conversation]:
+    if sys.platform == "win32":
+        pytest.skip("Windows has no pseudo-terminals")
+    conversation = Conversation(checkpoint)
+    yield conversation
+    with suppress(ProcessLookupError):
+        os.kill(conversation.pid, signal.SIGKILL)
+    os.close(conversation.fd)
+
+
+def test_ctrl_c_ends_the_answer_and_quit_the_conversation(terminal: Conversation) -> None:
+    assert "Ctrl-C ends an answer" in terminal.read("\r\n> ")
+    terminal.ask("hello")
+    terminal.type("\x03")
+    assert "\033[2mfed " in terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
+    time.sleep(0.3)  # Python looks for signals once it waits for a line
+    terminal.type("\x03")
+    # A signal that comes before Python waits is seen with the next thing that is typed.
+    terminal.read("/quit or Ctrl-D ends the conversation\033[0m\r\n> ", again="\x03")
+    time.sleep(0.3)
+    terminal.ask("\x1b[A")  # the message again, out of the history
+    terminal.type("\x03")
+    terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
+    terminal.type("/stats\r")
+    assert "4 messages" in terminal.read("MB\033[0m\r\n> ")
+    terminal.type("/quit\r")
+    assert terminal.wait() == 0
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 @pytest.mark.parametrize("answering", [True, False])
-def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, checkpoint: Path) -> None:
-    terminal = Terminal("--chat", "--ckpt_dir", str(checkpoint), "--device=cpu", "--max_gen_len=30000")
-    try:
-        terminal.read("\r\n> ")
-        if answering:
-            terminal.type("hello\r")
-            terminal.read("hello\r\n")
-            os.read(terminal.fd, 1)  # an answer of minutes has begun
-        else:
-            time.sleep(0.3)  # Python looks for signals once it waits for a line
-        os.kill(terminal.pid, signal.SIGTERM)
-        assert terminal.read("terminated\r\n")
-        assert terminal.wait() == 143
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(terminal.pid, signal.SIGKILL)
-        os.close(terminal.fd)
+def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, terminal: Conversation) -> None:
+    terminal.read("\r\n> ")
+    if answering:
+        terminal.ask("hello")
+    else:
+        time.sleep(0.3)  # Python looks for signals once it waits for a line
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.read("terminated\r\n")
+    assert terminal.wait() == 143

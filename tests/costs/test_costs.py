@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from fakes import write_checkpoint
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import tiny_args
 
-from llama import cli, costs
+from llama import costs
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import predict
@@ -155,10 +156,8 @@ def test_the_bytes_that_a_rank_sends_are_those_computed_by_hand() -> None:
         ("--ckpt_dir=not/there", "not/there"),
     ],
 )
-def test_wrong_flags_are_one_line(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(main, [word]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), says in err) == ("", 1, True)
+def test_wrong_flags_are_one_line(word: str, says: str, command: Command) -> None:
+    assert says in command.refused(main, word)
 
 
 # ---- a checkpoint ----------------------------------------------------------------------------------------------------
@@ -178,12 +177,11 @@ def cells(printed: str, title: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("itemsize", [4, 2])
 def test_the_sizes_of_a_checkpoint_are_those_that_the_benchmark_predicts(
-    itemsize: int, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    itemsize: int, checkpoint: Path, command: Command
 ) -> None:
     args = open_checkpoint(checkpoint).args
     dtype = {4: "fp32", 2: "bf16"}[itemsize]
-    assert cli.run(main, ["--ckpt_dir", str(checkpoint), "--itemsize", str(itemsize), "--memory_gb", "2"]) == 0
-    printed = capsys.readouterr().out
+    printed = command.printed(main, "--ckpt_dir", checkpoint, "--itemsize", itemsize, "--memory_gb", 2)
     numbers = f"2 x {args.n_layers} x {args.n_kv_heads} x {args.head_dim} x positions x rows x {itemsize}"
     assert f"= {numbers}\n" in printed
 
@@ -206,7 +204,6 @@ def test_the_sizes_of_a_checkpoint_are_those_that_the_benchmark_predicts(
     assert lengths == ["2,048", "2,048"]
 
 
-def test_the_default_memory_is_the_free_memory(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(main, ["--ckpt_dir", str(checkpoint)]) == 0
+def test_the_default_memory_is_the_free_memory(checkpoint: Path, command: Command) -> None:
     title = r"Sizes that fit into the [\d.,]+ [GM]B that (this machine|cuda|mps) has left, without activations"
-    assert re.search(title, capsys.readouterr().out)
+    assert re.search(title, command.printed(main, "--ckpt_dir", checkpoint))

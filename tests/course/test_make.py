@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from bench_reports import table_report
+from commands import Command
 
 from course.holes import HOLES, AnchorLost, cut
 from course.make import KIT, ROOT, make
 from course.make import main as make_main
-from llama import cli
 from llama.rows import Rows
 
 TRY = """
@@ -123,10 +123,9 @@ def test_sources_that_have_moved_on_are_refused(hole: Any) -> None:
         cut(hole.file, text, (twice,))
 
 
-def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, command: Command) -> None:
     (tmp_path / "mine").touch()
-    assert cli.run(make_main, [str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "is there already" in command.refused(make_main, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import tiny_args, tiny_model
+from oracles import fed_in_pieces, tiny_args, tiny_model
 from torch import Tensor
 from writes import rows_of
 
@@ -32,13 +32,6 @@ def exact_model(dtype: torch.dtype, **sizes: Any) -> Transformer:
     model = tiny_model(tiny_args(**{"max_seq_len": 160, **sizes}), dtype=dtype).requires_grad_(False)
     model.exact = True
     return model
-
-
-def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: list[int]) -> Tensor:
-    model.free_cache()
-    ends = [*cuts, tokens.shape[1]]
-    pieces = [model(tokens[:, start:end], start) for start, end in zip([0, *cuts], ends, strict=True)]
-    return torch.cat(pieces, dim=1)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from cgroups import write_group
+from commands import Command, Main
 
 from llama import cli
 from llama.host import cores
@@ -50,19 +52,16 @@ def own_count(*, threads: int | None = None) -> int:
     return 0
 
 
-@pytest.mark.parametrize("command", [count, own_count])
+@pytest.mark.parametrize("main", [count, own_count])
 def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
-    command: Callable[..., int], counts: None, capsys: pytest.CaptureFixture[str]
+    main: Main, counts: None, command: Command
 ) -> None:
-    assert cli.run(command, ["--threads", "2"]) == 0
-    assert capsys.readouterr().out == "2 2 2\n"
+    assert command.printed(main, "--threads", "2") == "2 2 2\n"
 
 
 @pytest.mark.parametrize("asked", ["0", "4000000", "many"])
-def test_impossible_threads_are_one_line(asked: str, counts: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(nothing, [f"--threads={asked}"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), err.startswith("error: --threads=")) == ("", 1, True)
+def test_impossible_threads_are_one_line(asked: str, counts: None, command: Command) -> None:
+    assert command.refused(nothing, f"--threads={asked}").startswith("error: --threads=")
     assert torch.get_num_threads() == 1
 
 
@@ -95,24 +94,18 @@ def test_a_quota_limits_the_default_and_not_what_the_user_set(counts: None, monk
 # ---- the cores that a process may use --------------------------------------------------------------------------------
 
 
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
 def test_a_quota_is_the_tightest_of_a_group_and_its_ancestors_in_whole_cores(tmp_path: Path) -> None:
-    write(tmp_path / "pod" / "box", cpu__max="max 100000\n")
-    write(tmp_path / "pod", cpu__max="150000 100000\n")
+    write_group(tmp_path / "pod" / "box", cpu__max="max 100000\n")
+    write_group(tmp_path / "pod", cpu__max="150000 100000\n")
     assert quota("0::/pod/box\n", tmp_path) == 2
-    write(tmp_path / "pod" / "box", cpu__max="50000 100000\n")
+    write_group(tmp_path / "pod" / "box", cpu__max="50000 100000\n")
     assert quota("0::/pod/box\n", tmp_path) == 1
 
 
 def test_a_quota_of_the_first_generation_is_read_from_the_cpu_controller(tmp_path: Path) -> None:
-    write(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    write_group(tmp_path / "cpu", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
     assert quota("7:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/\n", tmp_path) == 3
-    write(tmp_path / "cpu", cpu__cfs_quota_us="-1\n")
+    write_group(tmp_path / "cpu", cpu__cfs_quota_us="-1\n")
     assert quota("7:cpu,cpuacct:/docker/1\n", tmp_path) is None
     assert quota("", tmp_path) is None
 
@@ -162,17 +155,18 @@ def test_on_a_busy_machine_there_are_fewer_threads_and_that_is_said(
     assert [line.startswith(words) for line in said] == [True] * (chosen < 4)
 
 
-@pytest.mark.parametrize("command", ["inference", "verify", "perplexity"])
+@pytest.mark.parametrize("name", ["inference", "verify", "perplexity"])
 def test_every_command_that_computes_in_this_process_takes_fewer_threads(
-    command: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command
 ) -> None:
     """It says so before it reads the checkpoint, which is missing here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(OtherLoad, "stop", lambda self: 2.0)
     (tmp_path / "text").write_text("a text")
-    words = ["--text=text"] if command == "perplexity" else []
-    assert cli.run(import_module(f"llama.cli.{command}").main, ["--ckpt_dir=not/there", "--device=cpu", *words]) == 2
-    said, error = capsys.readouterr().err.splitlines()
+    words = ["--text=text"] if name == "perplexity" else []
+    code, _, err = command(import_module(f"llama.cli.{name}").main, "--ckpt_dir=not/there", "--device=cpu", *words)
+    assert code == 2
+    said, error = err.splitlines()
     assert said.startswith("other work occupies 2.0 of 4 cores: computing with 2 threads instead of 4;")
     assert "not/there" in error
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from bench_reports import table_report
+from commands import Command
 
-from llama import cli
 from llama.bench.cell import Cell
 from llama.cli import benchmark_inference, console
 from llama.host.files import check_writable, replace_file, replace_private
@@ -100,14 +100,13 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path) -> None:
 @posix
 @pytest.mark.parametrize("name", ["pipe", "folder", os.devnull])
 def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     monkeypatch.setattr(benchmark_inference, "measure_cell", lambda *_, **__: pytest.fail("measured"))
-    assert cli.run(benchmark_inference.main, ["--json", str(tmp_path / name), "--ckpt_dir", "not/there"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n"), name in err, "not/there" in err) == ("", 1, True, False)
+    err = command.refused(benchmark_inference.main, "--json", tmp_path / name, "--ckpt_dir", "not/there")
+    assert (name in err, "not/there" in err) == (True, False)
 
 
 def test_a_measurement_is_in_its_file_if_the_reader_of_the_page_is_gone(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf, write_huggingface
+from commands import Command
 from fakes import NATIVE_SIZES, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from oracles import some_tokens, tiny_model, watched
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from llama import cli, load
+from llama import load
 from llama.cli.perplexity import main
 from llama.kv_cache import StaticCache
 from llama.quality.perplexity import Score, cached_perplexity, compare, next_logits, perplexity, windows
@@ -209,8 +210,8 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def run(checkpoint: Path, *words: str) -> int:
-    return cli.run(main, ["--ckpt_dir", str(checkpoint), "--device=cpu", *words])
+def words_of(checkpoint: Path, text: Path, *words: str) -> list[object]:
+    return ["--ckpt_dir", checkpoint, "--device=cpu", "--text", text, *words]
 
 
 def score_of(checkpoint: Path, kind: str | None, tokens: int | None = None) -> Score:
@@ -221,11 +222,8 @@ def score_of(checkpoint: Path, kind: str | None, tokens: int | None = None) -> S
     return cached_perplexity(model, ids, context=40, prompt_len=8)
 
 
-def test_the_command_prints_what_was_scored_and_how(
-    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(checkpoint, f"--text={text}") == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_prints_what_was_scored_and_how(checkpoint: Path, text: Path, command: Command) -> None:
+    lines = command.printed(main, *words_of(checkpoint, text)).splitlines()
     score = score_of(checkpoint, None)
     assert lines[0].startswith(f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f}")
     assert lines[1] == f"tokens     {score.tokens} scored of {score.tokens + 1}, BOS first"
@@ -234,31 +232,27 @@ def test_the_command_prints_what_was_scored_and_how(
 
 
 def test_the_command_scores_through_a_kind_of_cache_and_prints_json(
-    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, text: Path, command: Command
 ) -> None:
-    words = ("--kv_cache=half_rounded", "--prompt_len=8", "--context=40", "--tokens=100")
-    assert run(checkpoint, f"--text={text}", *words, "--json") == 0
-    facts = json.loads(capsys.readouterr().out)
+    kind = ("--kv_cache=half_rounded", "--prompt_len=8", "--context=40", "--tokens=100")
+    words = words_of(checkpoint, text, *kind)
+    facts = json.loads(command.printed(main, *words, "--json"))
     score = score_of(checkpoint, "half_rounded", tokens=100)
     assert facts["perplexity"] == score.perplexity
     assert (facts["tokens"], facts["text_tokens"], facts["context"], facts["stride"]) == (92, 100, 40, 32)
     assert (facts["kv_cache"], facts["prompt_len"], facts["bos"], facts["dtype"]) == ("half_rounded", 8, True, "fp32")
-    assert run(checkpoint, f"--text={text}", *words) == 0
-    printed = capsys.readouterr().out
+    printed = command.printed(main, *words)
     assert "KV cache   half_rounded, 8 tokens of a window in one pass, the others one by one" in printed
     plain = score_of(checkpoint, "static", tokens=100)
     assert facts["perplexity"] != pytest.approx(plain.perplexity, rel=1e-3)
 
 
-def test_the_command_scores_weights_that_stay_in_their_file(
-    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_scores_weights_that_stay_in_their_file(tmp_path: Path, text: Path, command: Command) -> None:
     config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
     file = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_0)
     scores = {}
     for words in ((), ("--repack=False",), ("--activations=8",)):
-        assert run(file, f"--text={text}", "--quantize=stored", "--json", *words) == 0
-        facts = json.loads(capsys.readouterr().out)
+        facts = json.loads(command.printed(main, *words_of(file, text, "--quantize=stored", "--json", *words)))
         scores[facts["execution"]] = facts["perplexity"]
     whole, mapped, rounded = scores.values()
     assert [*scores] == ["plain, stored weights", "plain, mapped weights", "plain, stored weights, 8-bit activations"]
@@ -268,25 +262,19 @@ def test_the_command_scores_weights_that_stay_in_their_file(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--text=FILE", "--repack=False"), "ask for quantize stored, too"),
+        (("--text=text.txt", "--repack=False"), "ask for quantize stored, too"),
         ((), "there is no text to score; name a file by --text FILE"),
         (("--text=no/such.txt",), "no/such.txt: No such file or directory"),
-        (("--text=FILE", "--prompt_len=8"), "prompt_len=8 needs --kv_cache"),
-        (("--text=FILE", "--kv_cache=static", "--stride=8"), "stride=8 cannot be set with kv_cache"),
-        (("--text=FILE", "--context=100"), "context=100 must be from 2 to the model's max_seq_len=64"),
-        (("--text=FILE", "--tokens=1"), "tokens=1 must be at least 2"),
-        (("--text=LATIN",), "is not UTF-8 at byte 3"),
+        (("--text=text.txt", "--prompt_len=8"), "prompt_len=8 needs --kv_cache"),
+        (("--text=text.txt", "--kv_cache=static", "--stride=8"), "stride=8 cannot be set with kv_cache"),
+        (("--text=text.txt", "--context=100"), "context=100 must be from 2 to the model's max_seq_len=64"),
+        (("--text=text.txt", "--tokens=1"), "tokens=1 must be at least 2"),
+        (("--text=latin.txt",), "is not UTF-8 at byte 3"),
     ],
 )
 def test_bad_flags_are_one_line(
-    checkpoint: Path, text: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], error: str
+    checkpoint: Path, text: Path, command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], error: str
 ) -> None:
-    latin = text.with_name("latin.txt")
-    latin.write_bytes("café".encode("latin-1"))
-    files = {"--text=FILE": f"--text={text}", "--text=LATIN": f"--text={latin}"}
-    assert run(checkpoint, *(files.get(word, word) for word in words)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert error in err
-    assert len(err.splitlines()) == 1
+    monkeypatch.chdir(text.parent)
+    Path("latin.txt").write_bytes("café".encode("latin-1"))
+    assert error in command.refused(main, "--ckpt_dir", checkpoint, "--device=cpu", *words)

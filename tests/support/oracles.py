@@ -4,10 +4,11 @@ Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake t
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -81,6 +82,31 @@ def watched(model: Transformer) -> Iterator[Watch]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
+    """Return the logits of a text that the model reads in calls from 0 and from `cuts` on, through its own cache."""
+    model.free_cache()
+    edges = [0, *cuts, tokens.shape[1]]
+    return torch.cat([model(tokens[:, start:end], start) for start, end in pairwise(edges)], dim=1)
+
+
+@contextmanager
+def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
+    """Raise an error in the forward after `after` others, when the first layer has written its keys and values."""
+    left = after
+
+    def fail(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def cache_nbytes(model: Transformer) -> int:

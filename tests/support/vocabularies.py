@@ -12,6 +12,8 @@ from typing import Any
 
 import gguf
 
+from llama.tokenizer import Tokenizer
+
 # Meta: https://github.com/meta-llama/llama3/blob/main/llama/tokenizer/tokenizer.py; the others: their tokenizer.json
 PATTERNS = {
     "llama3": (
@@ -66,6 +68,10 @@ def texts(count: int = 5000) -> list[str]:
         else:
             found.append("".join(chr(rng.randint(*rng.choice(_PLANES))) for _ in range(rng.randint(1, 12))))
     return found[:count]
+
+
+def plain(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    return tokenizer.encode(text, bos=False, eos=False, **options)
 
 
 # ---- byte-level ------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import Limits, Scripted
-from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, saved, texts
+from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, plain, saved, texts
 
 from llama.tokenizer import Tokenizer
 from llama.untrusted.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
@@ -32,10 +32,6 @@ def of_form(form: str, folder: Path, data: bytes) -> Tokenizer:
 def file_of(folder: Path, data: bytes) -> Tokenizer:
     (folder / "tokenizer.model").write_bytes(data)
     return Tokenizer(folder / "tokenizer.model")
-
-
-def plain(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
-    return tokenizer.encode(text, bos=False, eos=False, **options)
 
 
 # ---- spaces ----------------------------------------------------------------------------------------------------------

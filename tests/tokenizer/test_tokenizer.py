@@ -14,12 +14,12 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vocabularies import PATTERNS, byte_level, pieces, saved
+from vocabularies import PATTERNS, byte_level, pieces, plain, saved
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec, ByteLevel
-from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, check_tokens, library_errors, parts
+from llama.tokenizer.vocabulary import MAX_MERGES, MAX_WORDS, check_tokens, library_errors
 from llama.untrusted.gguf_header import read_gguf_header
 
 RECORDED = json.loads((Path(__file__).parent / "fixtures" / "tokenizer_llama_cpp.json").read_text())
@@ -32,10 +32,6 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_si
 many = settings(max_examples=120, deadline=None, derandomize=True)
 
 META_PATTERN = PATTERNS["llama3"]
-
-
-def plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, bos=False, eos=False)
 
 
 def is_representable(tokenizer: Tokenizer, text: str) -> bool:
@@ -446,13 +442,6 @@ def test_what_a_tokenizer_json_must_not_say_is_refused_by_name(
         Tokenizer.from_huggingface(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 200_000, '{"model": "\\ud800"}', "\xff"], ids=ascii)
-def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        Tokenizer.from_huggingface(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
@@ -543,13 +532,6 @@ def test_an_end_that_a_gguf_file_calls_a_users_token_still_cannot_be_written() -
     assert "hello there" in ours.special_tokens
     with pytest.raises(ValueError, match="cannot represent"):
         plain(ours, "hello there")
-
-
-def test_a_text_is_split_at_whole_tokens_of_which_the_longer_is_found() -> None:
-    ids = {"<x>": 1, "<x><y>": 2, "b": 3}
-    assert list(parts("a<x<x>a<x><y>b<x><x><y>z", ids)) == ["a<x", 1, "a", 2, 3, 1, 2, "z"]
-    assert list(parts("ab", {})) == ["ab"]
-    assert list(parts("", ids)) == []
 
 
 @pytest.mark.parametrize("kind", [3, 4], ids=["special", "user's"])

@@ -18,6 +18,7 @@ from oracles import (
     FP64_TOLERANCE,
     bits,
     cache_nbytes,
+    failing,
     fp32_tolerance,
     kv_nbytes,
     some_tokens,
@@ -29,7 +30,6 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache
-from llama.model import Transformer
 from llama.request import Step
 from llama.rows import Rows
 
@@ -301,40 +301,21 @@ class Boom(Exception):
     pass
 
 
-class fails:
-    """Raise in the second layer in the n-th forward, after the first layer has written its keys and values."""
-
-    def __init__(self, model: Transformer, step: int, error: type[BaseException]) -> None:
-        self.countdown, self.error = step, error
-        self.hook = model.layers[1].feed_forward.register_forward_hook(self.count)
-
-    def count(self, *_: object) -> None:
-        self.countdown -= 1
-        if self.countdown < 0:
-            raise self.error
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_step_can_simply_be_fed_again(kind: str) -> None:
     """Catches bug 33: a step at the same position overwrites what the failed step wrote."""
     tokens = some_tokens(2, 9)
 
-    def run(failing: bool) -> list[Tensor]:
+    def run(broken: bool) -> list[Tensor]:
         model, made = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), []
         for start, end in [(0, 6), (6, 7), (7, 9)]:
-            if failing:
-                with fails(model, 0, Boom), pytest.raises(Boom):
+            if broken:
+                with failing(model, 0, Boom), pytest.raises(Boom):
                     model(some_tokens(2, end - start, seed=1), start)
             made.append(model(tokens[:, start:end], start))
         return made
 
-    assert all(map(torch.equal, run(failing=True), run(failing=False)))
+    assert all(map(torch.equal, run(broken=True), run(broken=False)))
 
 
 # --- What is stored

@@ -1,6 +1,5 @@
 """The command: runs add up in a file, the last sentence is the verdict, and every error is one line."""
 
-import io
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
+from commands import Terminal
 from fakes import NATIVE_SIZES, write_checkpoint
 from native import needs_a_compiler
 from oracles import tiny_model
@@ -336,11 +336,6 @@ def test_other_weights_are_another_model() -> None:
 
 
 # ---- the bar ---------------------------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_on_a_terminal_a_bar_names_every_stage(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

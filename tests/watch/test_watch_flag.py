@@ -1,29 +1,21 @@
 """`--watch FILE` writes the page of the text that is printed, or is refused in one line before a model is loaded."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fakes import write_checkpoint
+from commands import Command
 from test_page import data_of
 
-from llama import cli
 from llama.cli.inference import main
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
-
-
 def test_the_page_is_of_the_text_that_is_printed(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     path = tmp_path / "new" / "page.html"
     monkeypatch.chdir(checkpoint)
     words = ["hello the", "other", "--max_gen_len=6", "--seed=3", "--kv_cache=window:4+1", "--share_prefix"]
-    assert cli.run(main, ["--ckpt_dir", ".", *words, "--watch", str(path)]) == 0
-    printed = capsys.readouterr().out
+    printed = command.printed(main, "--ckpt_dir", ".", *words, "--watch", path)
     data = data_of(path.read_text("utf-8"))
     made = "".join(data["texts"][0][data["prompt"] :])
     assert repr(printed.partition("hello the\n> ")[2].partition("\n\n====")[0])[1:-1] == made
@@ -37,27 +29,20 @@ def test_the_page_is_of_the_text_that_is_printed(
 @pytest.mark.parametrize(
     ("words", "said"), [(["--chat"], "--watch shows one text"), (["x", "--fast"], "leave out --fast")]
 )
-def test_a_conversation_and_fast_code_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(main, [*words, "--watch", "page.html", "--ckpt_dir", "/nowhere"]) == 2
-    assert said in capsys.readouterr().err
+def test_a_conversation_and_fast_code_are_refused(words: list[str], said: str, command: Command) -> None:
+    assert said in command.refused(main, *words, "--watch", "page.html", "--ckpt_dir", "/nowhere")
     assert not Path("page.html").exists()
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "page.html"):
-        assert cli.run(main, ["x", "--watch", str(path), "--ckpt_dir", "/nowhere"]) == 2
-        assert str(path) in (said := capsys.readouterr().err) or "file" in said
+        said = command.refused(main, "x", "--watch", path, "--ckpt_dir", "/nowhere")
+        assert str(path) in said or "file" in said
         assert "nowhere" not in said
 
 
-def test_several_ranks_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
-) -> None:
+def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.run(main, ["x", "--watch", str(tmp_path / "page.html"), "--ckpt_dir", "/nowhere"]) == 2
-    assert "run it without torchrun" in capsys.readouterr().err
+    words = "x", "--watch", tmp_path / "page.html", "--ckpt_dir", "/nowhere"
+    assert "run it without torchrun" in command.refused(main, *words)
