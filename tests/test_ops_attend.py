@@ -1,10 +1,8 @@
 """Attention equals two loops over positions, for all positions of queries and keys."""
 
 import math
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import weights_by_loops
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from writes import rows_of
@@ -56,33 +55,6 @@ def qkv(shape: tuple[int, int, int, int, int], kv_len: int, dtype: torch.dtype) 
 def assert_attends(output: Tensor, expected: Tensor) -> None:
     atol = FP64_TOLERANCE if output.dtype == torch.float64 else FP32_TOLERANCE
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
-
-
-def weights_by_loops(
-    xq: Tensor,
-    keys: Tensor,
-    starts: list[int],
-    *,
-    orders: list[list[int]] | None = None,
-    visible: Tensor | None = None,
-    change: Callable[[float, int, int], float] = lambda score, *_: score,
-) -> Tensor:
-    """Return attention weights in float64, (rows, n_heads, seqlen, kv_len), one query at a time.
-
-    `orders`: the positions of each row's keys, by default 0, 1, 2, ... `visible`: a mask of the result's shape, by
-    default the past. `change` maps a score, its head and the distance from key to query to a new score.
-    """
-    rows, seqlen, n_heads, head_dim = xq.shape
-    per_group, kv_len = n_heads // keys.shape[2], keys.shape[1]
-    weights = torch.zeros(rows, n_heads, seqlen, kv_len, dtype=torch.float64)
-    for row, head, i in product(range(rows), range(n_heads), range(seqlen)):
-        far = [starts[row] + i - at for at in (orders[row] if orders else range(kv_len))]
-        seen = [j for j in range(kv_len) if (far[j] >= 0 if visible is None else visible[row, head, i, j])]
-        query, of_head = xq[row, i, head].double(), keys[row, :, head // per_group].double()
-        scores = [change(float(query @ of_head[j]) / math.sqrt(head_dim), head, far[j]) for j in seen]
-        shares = [math.exp(score - max(scores)) for score in scores]
-        weights[row, head, i, seen] = torch.tensor(shares, dtype=torch.float64) / sum(shares)
-    return weights
 
 
 def read(weights: Tensor, values: Tensor) -> Tensor:

@@ -4,11 +4,11 @@ Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake t
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -107,6 +107,33 @@ def failing(model: Transformer, after: int, error: type[BaseException]) -> Itera
         yield
     finally:
         hook.remove()
+
+
+def weights_by_loops(
+    xq: Tensor,
+    keys: Tensor,
+    starts: list[int],
+    *,
+    orders: list[list[int]] | None = None,
+    visible: Tensor | None = None,
+    change: Callable[[float, int, int], float] = lambda score, *_: score,
+) -> Tensor:
+    """Return attention weights in float64, (rows, n_heads, seqlen, kv_len), one query at a time.
+
+    `orders`: the positions of each row's keys, by default 0, 1, 2, ... `visible`: a mask of the result's shape, by
+    default the past. `change` maps a score, its head and the distance from key to query to a new score.
+    """
+    rows, seqlen, n_heads, head_dim = xq.shape
+    per_group, kv_len = n_heads // keys.shape[2], keys.shape[1]
+    weights = torch.zeros(rows, n_heads, seqlen, kv_len, dtype=torch.float64)
+    for row, head, i in product(range(rows), range(n_heads), range(seqlen)):
+        far = [starts[row] + i - at for at in (orders[row] if orders else range(kv_len))]
+        seen = [j for j in range(kv_len) if (far[j] >= 0 if visible is None else visible[row, head, i, j])]
+        query, of_head = xq[row, i, head].double(), keys[row, :, head // per_group].double()
+        scores = [change(float(query @ of_head[j]) / math.sqrt(head_dim), head, far[j]) for j in seen]
+        shares = [math.exp(score - max(scores)) for score in scores]
+        weights[row, head, i, seen] = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    return weights
 
 
 def cache_nbytes(model: Transformer) -> int:

@@ -1,6 +1,5 @@
 """A recording is true: its positions, bytes, costs and attention are those of the generation itself."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from fakes import Ids
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import tiny_model, watched
+from oracles import tiny_model, watched, weights_by_loops
 from torch import Tensor
 
 from llama.costs import forward_flops, forwards, step_bytes
@@ -26,7 +25,7 @@ PROMPT, NEW = [3, 1, 4, 1, 5], 9
 ENDS = range(len(PROMPT), len(PROMPT) + NEW)  # of the text, step by step
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> Transformer:
     return tiny_model(max_seq_len=64)
 
@@ -121,11 +120,8 @@ def test_attention_equals_a_float64_softmax_over_the_uncached_model(
     model: Transformer, kv_cache: str, score_mod: ScoreMod | None
 ) -> None:
     ops = PLAIN._replace(score_mod=score_mod)
-    try:
-        model.use(ops)
-        recording = recorded(model, kv_cache)
-    finally:
-        model.use(PLAIN)
+    model.use(ops)
+    recording = recorded(model, kv_cache)
     text = [int(word) for word in recording.texts]
     asked: list[tuple[Tensor, Tensor]] = []
 
@@ -133,12 +129,9 @@ def test_attention_equals_a_float64_softmax_over_the_uncached_model(
         asked.append((xq[0], keys[0]))
         return PLAIN.attend(xq, keys, *rest)
 
-    try:
-        model.use(ops._replace(attend=spy))
-        with torch.inference_mode():
-            model.with_kv_caching(False)(torch.tensor([text]))
-    finally:
-        model.use(PLAIN)
+    model.use(ops._replace(attend=spy))
+    with torch.inference_mode():
+        model.with_kv_caching(False)(torch.tensor([text]))
     for end, moment in zip(ENDS, recording.moments, strict=True):
         for layer, ((queries, keys), weights) in enumerate(zip(asked, moment.attention, strict=True)):
             slope = 0 if score_mod is None else (1 + layer) / 4
@@ -149,14 +142,12 @@ def test_attention_with_unknown_weights_is_refused(model: Transformer) -> None:
     def mine(xq: Tensor, *rest: Any) -> Tensor:
         return PLAIN.attend(xq, *rest)
 
-    try:
-        model.use(PLAIN._replace(name="mine", attend=mine))
-        with pytest.raises(ValueError, match=r"attend=mine .* a recording shows .* model\.use"):
-            recorded(model)
-        model.use(PLAIN._replace(name="mine", attend=softmax_attention(mine)))
-        shown = [recorded(model, kv_cache).moments[0].attention for kv_cache in ("static", f"{H2O}:6")]
-    finally:
-        model.use(PLAIN)
+    model.use(PLAIN._replace(name="mine", attend=mine))
+    with pytest.raises(ValueError, match=r"attend=mine .* a recording shows .* model\.use"):
+        recorded(model)
+    model.use(PLAIN._replace(name="mine", attend=softmax_attention(mine)))
+    shown = [recorded(model, kv_cache).moments[0].attention for kv_cache in ("static", f"{H2O}:6")]
+    model.use(PLAIN)
     assert shown == [recorded(model).moments[0].attention] * 2
 
 
@@ -165,14 +156,9 @@ def softmax_in_loops(query: Tensor, keys: Tensor, slope: float = 0) -> list[list
 
     `slope` is subtracted from a key's score for every key after it.
     """
-    shared = query.shape[0] // keys.shape[1]
-    made = []
-    for head in range(query.shape[0]):
-        scores = [float(query[head] @ key[head // shared]) / math.sqrt(query.shape[1]) for key in keys]
-        scores = [score - slope * (len(keys) - 1 - place) for place, score in enumerate(scores)]
-        parts = [math.exp(score - max(scores)) for score in scores]
-        made.append([part / math.fsum(parts) for part in parts])
-    return made
+    last = [len(keys) - 1]
+    weights = weights_by_loops(query[None, None], keys[None], last, change=lambda score, _, far: score - slope * far)
+    return weights[0, :, 0].tolist()  # type: ignore[no-any-return]
 
 
 def close(weights: bytes, wanted: list[list[float]]) -> bool:
@@ -228,13 +214,10 @@ def test_the_model_is_as_before_at_every_step_and_its_runner_is_not_used(model: 
 
     runner.exact = False  # type: ignore[attr-defined]
     states: list[Any] = []
-    try:
-        model.runner = runner  # type: ignore[assignment]
-        before = state()
-        recorded(model, "window:6+2", progress=lambda: states.append(state()))
-        assert [*states, state()] == [before] * (3 * NEW + 1)
-    finally:
-        model.runner = None
+    model.runner = runner  # type: ignore[assignment]
+    before = state()
+    recorded(model, "window:6+2", progress=lambda: states.append(state()))
+    assert [*states, state()] == [before] * (3 * NEW + 1)
 
 
 def test_the_likely_tokens_are_the_models_own_and_one_is_chosen(model: Transformer) -> None:
