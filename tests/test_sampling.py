@@ -1,6 +1,7 @@
 """A token is chosen as documented: the same as by a slow and simple sampler in float64."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,26 +139,24 @@ def sample_with(logits: Tensor, sampling: Sampling, seed: int = 0) -> list[int]:
 # ---- how it behaves --------------------------------------------------------------------------------------------------
 
 
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {  # of noise, logits
+    "flat": lambda noise: noise * 1e-3,
+    "normal": lambda noise: noise,
+    "peaked": lambda noise: noise * 12,
+    "tied": lambda noise: (noise * 2).round() / 2,
+    "all equal": torch.zeros_like,
+    "tied at the top": lambda noise: noise.clamp(max=1.5),
+    "one certain": lambda noise: noise.index_fill(1, torch.tensor([noise.shape[1] - 1]), 800.0),
+    "tied beyond 1024 candidates": lambda noise: torch.arange(noise.shape[1])[None].double() % 2 * -20,
+}
+
+
 def shaped(name: str, vocab: int) -> Tensor:
-    generator = torch.Generator().manual_seed(7)
-    noise = torch.randn(1, vocab, generator=generator, dtype=torch.float64)
-    return {
-        "flat": noise * 1e-3,
-        "normal": noise,
-        "peaked": noise * 12,
-        "tied": (noise * 2).round() / 2,
-        "all equal": torch.zeros_like(noise),
-        "tied at the top": noise.clamp(max=1.5),
-        "tied beyond 1024 candidates": torch.where(torch.arange(vocab) % 2 == 0, noise * 0, noise * 0 - 20),
-        "one certain": torch.where(torch.arange(vocab) == vocab - 1, 800.0, noise),
-    }[name]
+    return SHAPES[name](torch.randn(1, vocab, generator=torch.Generator().manual_seed(7), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("vocab", [2048, 2049, 5000])
-@pytest.mark.parametrize(
-    "name",
-    ["flat", "normal", "peaked", "tied", "all equal", "tied at the top", "tied beyond 1024 candidates", "one certain"],
-)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab: int) -> None:
     probs = shaped(name, vocab).softmax(-1)
     for top_k in (None, 1, 50, 1023, 1024, 1025, 2 * vocab):
@@ -177,7 +176,7 @@ def test_where_few_tokens_are_kept_only_the_candidates_are_sorted() -> None:
 
 
 rows_of_logits = st.tuples(
-    st.sampled_from(["flat", "normal", "peaked", "tied", "all equal", "tied at the top", "one certain"]),
+    st.sampled_from(list(SHAPES)[:-1]),  # of fewer than 1024
     st.integers(1, 40),  # how many are possible at all
     st.integers(0, 2**31),
 )
