@@ -47,9 +47,13 @@ def made_of(*, dtype: torch.dtype = torch.float64, **changes: Any) -> Transforme
     return tiny_model(replace(ARGS, **changes), dtype=dtype)
 
 
-def made(kv_cache: str = "static", **changes: Any) -> tuple[Transformer, Session]:
+def made(kv_cache: str = "static", *, text: str = "", **changes: Any) -> tuple[Transformer, Session]:
+    """Return a model and a session of it that was fed `text`."""
     model = made_of(**changes)
-    return model, model.session(Bytes(), kv_cache=kv_cache)
+    session = model.session(Bytes(), kv_cache=kv_cache)
+    if text:
+        session.feed(text)
+    return model, session
 
 
 def text_of(session: Session) -> str:
@@ -117,8 +121,7 @@ def test_every_kind_goes_on_as_if_it_had_never_been_saved(
 
 
 def test_the_logits_that_follow_a_text_need_not_be_computed_again(tmp_path: Path) -> None:
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     loaded = reloaded(session, tmp_path / "session")
     assert loaded.logits is not None
     assert session.logits is not None
@@ -144,8 +147,7 @@ def test_a_session_without_a_text_and_one_without_a_cache_are_kept_too(tmp_path:
 
 
 def test_what_was_held_in_another_mode_is_not_saved(tmp_path: Path) -> None:
-    model, session = made(dtype=torch.float32)
-    session.feed(TEXT)
+    model, session = made(dtype=torch.float32, text=TEXT)
     model.exact = True
     loaded = reloaded(session, tmp_path / "session")
     assert (loaded.tokens, loaded.nbytes) == (session.tokens, 0)
@@ -167,8 +169,7 @@ def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
 def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
     """Unwritten buffers may have private contents of earlier memory."""
     path = tmp_path / "session"
-    _, session = made(kv_cache)
-    session.feed(TEXT)
+    _, session = made(kv_cache, text=TEXT)
     for more in " and":
         session.append(more)  # so that kinds that double have unused capacity
     session.save(path)
@@ -185,8 +186,7 @@ def test_only_what_is_held_is_saved(kv_cache: str, tmp_path: Path) -> None:
 
 def test_ids_alone_need_no_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     session.save(path)
     loaded = model.load_session(path)
     assert loaded.append([97, 98]) == 2
@@ -209,8 +209,7 @@ TEXT_WITH_BOS = "<bos>" + TEXT
 
 def test_a_model_of_other_limits_takes_what_fits(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    _, session = made()
-    session.feed(TEXT)
+    _, session = made(text=TEXT)
     session.save(path)
     for limit in (100, 300):
         assert made_of(max_seq_len=limit).load_session(path, Bytes()).max_seq_len == min(limit, 160)
@@ -223,8 +222,7 @@ def test_the_file_is_safetensors_that_only_its_owner_may_read(tmp_path: Path) ->
     path = tmp_path / "session.safetensors"
     path.write_text("the old one")
     path.chmod(0o644)
-    _, session = made()
-    session.feed("abc")
+    _, session = made(text="abc")
     session.save(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
@@ -236,8 +234,7 @@ def test_the_file_is_safetensors_that_only_its_owner_may_read(tmp_path: Path) ->
 
 def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    model, session = made()
-    session.feed("abc")
+    model, session = made(text="abc")
     session.save(path)
     before = path.read_bytes()
     session.append(TEXT)
@@ -257,8 +254,7 @@ def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
 
 def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    model, session = made()
-    session.feed("abc")
+    model, session = made(text="abc")
     session.note = "{" * (1 << 17) + "[,]" * (1 << 20)
     session.save(path)
     assert model.load_session(path, Bytes()).note == session.note
@@ -270,8 +266,7 @@ def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved
 
 
 def test_where_a_file_cannot_be_is_said_in_one_sentence(tmp_path: Path) -> None:
-    _, session = made()
-    session.feed("abc")
+    _, session = made(text="abc")
     os.mkfifo(tmp_path / "pipe")
     for path, why in (
         (tmp_path, "Is a directory"),
@@ -325,8 +320,7 @@ def forge(path: Path, change: Callable[[Facts, Tensors], object]) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Transformer, Path]:
     """Return a model and the file of one of its sessions."""
-    model, session = made()
-    session.feed(TEXT)
+    model, session = made(text=TEXT)
     session.save(tmp_path / "session")
     return model, tmp_path / "session"
 
@@ -586,8 +580,7 @@ def test_what_no_session_can_be_is_refused_where_digests_do_not_tell(
 def test_counts_that_do_not_fit_what_is_held_are_refused(
     kv_cache: str, change: Callable[[Tensors], object], tmp_path: Path
 ) -> None:
-    model, session = made(kv_cache)
-    session.feed(TEXT)
+    model, session = made(kv_cache, text=TEXT)
     session.save(tmp_path / "session")
     forge(tmp_path / "session", lambda facts, tensors: change(tensors))
     with pytest.raises(ValueError, match=r"should be|must be the ends|has dropped"):

@@ -38,7 +38,7 @@ many = settings(max_examples=60, deadline=None, derandomize=True)
 some = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def tiny(*specials: str, **more: Any) -> Tokenizer:
+def tiny(*specials: str, template: str | None = None, **more: Any) -> Tokenizer:
     """Make a tokenizer of 256 bytes and some special tokens."""
     facts = {
         "tokenizer.ggml.model": "gpt2",
@@ -46,6 +46,7 @@ def tiny(*specials: str, **more: Any) -> Tokenizer:
         "tokenizer.ggml.tokens": [*byte_letters(), *specials],
         "tokenizer.ggml.token_type": [1] * 256 + [3] * len(specials),
         "tokenizer.ggml.merges": [],
+        "tokenizer.chat_template": template,
     }
     return Tokenizer.from_gguf(facts | more)
 
@@ -286,9 +287,7 @@ def test_no_content_forges_a_special_token_of_a_family_and_forgeries_are_text(fa
     ],
 )
 def test_no_operation_of_a_template_makes_a_special_token_of_contents(template: str) -> None:
-    ours = tiny(
-        "<|im_start|>", "<|im_end|>", **{"tokenizer.chat_template": template, "tokenizer.ggml.eos_token_id": 257}
-    )
+    ours = tiny("<|im_start|>", "<|im_end|>", template=template, **{"tokenizer.ggml.eos_token_id": 257})
     format = ChatFormat(ours)
     halves = [("<|im_", "end|>"), ("<|im", "end|>"), ("a<|im_ ", "\nend|>"), ("im_end", "x"), ("<|im_end|>", "")]
     halves += [("<|IM_END|>", ""), ("<|im_xend|>", ""), (">|dne_mi|<", ""), ("axx<", ""), ("<|im_start|>x<", "")]
@@ -328,11 +327,11 @@ def test_a_dialog_has_one_bos_where_the_format_has_one(meta: Tokenizer, demo_for
 def test_a_template_decides_about_bos_and_there_are_never_two() -> None:
     for template, count in (("{{ bos_token }}{{ messages[0].content }}", 1), ("{{ messages[0].content }}", 0)):
         more = {"tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.add_bos_token": True}
-        ours = tiny("<s>", **more, **{"tokenizer.chat_template": template})
+        ours = tiny("<s>", template=template, **more)
         ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": "<s>Hi"}])
         assert ids.count(256) == count
         assert ours.decode(ids) == "<s>" * count + "<s>Hi"
-    ours = tiny(**{"tokenizer.chat_template": "{{ bos_token }}Q: {{ messages[0].content }}\nA:"})  # no special tokens
+    ours = tiny(template="{{ bos_token }}Q: {{ messages[0].content }}\nA:")  # no special tokens
     assert ours.decode(ChatFormat(ours).encode_dialog_prompt([USER])) == "Q: Hi\nA:"
 
 
@@ -435,7 +434,7 @@ def test_a_rendering_is_cut_where_a_special_token_begins() -> None:
 
 def test_a_template_decides_where_a_tokenizer_has_llama_3s_tokens_too() -> None:
     for template, first in (("<|im_start|>", 259), ("<|start_header_id|>", 256), ("", 256), (None, 256)):
-        both = tiny(*LLAMA_3, "<|im_start|>", **{"tokenizer.chat_template": template})
+        both = tiny(*LLAMA_3, "<|im_start|>", template=template)
         assert ChatFormat(both).encode_dialog_prompt([USER])[0] == first
 
 
@@ -457,8 +456,8 @@ def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]
 )
 def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(template: str, words: str) -> None:
     with pytest.raises(ValueError, match=f"{words}.*; complete plain text instead"):
-        ChatFormat(tiny(**{"tokenizer.chat_template": template}))
-    known = tiny(*LLAMA_3, **{"tokenizer.chat_template": template})
+        ChatFormat(tiny(template=template))
+    known = tiny(*LLAMA_3, template=template)
     with pytest.raises(ValueError, match=f"{words}.*; tokenizer.chat_template = None selects Llama 3's format"):
         ChatFormat(known)
     known.chat_template = None
@@ -468,7 +467,7 @@ def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(temp
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits for a process, but for the clock")
 def test_special_tokens_that_would_take_minutes_to_find_are_refused_as_slow_templates_are() -> None:
     marks = ["<" * (i % 100 + 1) + chr(0x100 + i) for i in range(4096)]
-    ours = tiny(*marks, **{"tokenizer.chat_template": "{{ '<' * 1000000 }}" + "".join(marks[:128])})
+    ours = tiny(*marks, template="{{ '<' * 1000000 }}" + "".join(marks[:128]))
     with pytest.raises(ValueError, match="more than a second of CPU time; complete plain text"):
         ChatFormat(ours)
 
@@ -480,9 +479,7 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
         ValueError, match="rejects this dialog: user and assistant must take turns; complete plain text"
     ):
         format.encode_dialog_prompt([USER, USER])
-    picky = tiny(
-        **{"tokenizer.chat_template": "{{ raise_exception('system first') if messages[0].role != 'system' }}Hi"}
-    )
+    picky = tiny(template="{{ raise_exception('system first') if messages[0].role != 'system' }}Hi")
     format = ChatFormat(picky)
     assert picky.decode(format.encode_dialog_prompt([{"role": "system", "content": ""}])) == "Hi"
 
