@@ -18,7 +18,6 @@ from oracles import (
     FP64_TOLERANCE,
     bits,
     cache_nbytes,
-    failing,
     fp32_tolerance,
     kv_nbytes,
     some_tokens,
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache import KVCache
-from llama.request import Step
 from llama.rows import Rows
 
 LENGTH = 24  # max_seq_len of the tiny models
@@ -181,38 +179,6 @@ def test_ragged_rows_give_what_each_gives_alone(
 # --- Generation
 
 
-@pytest.mark.parametrize("prompts", [[[7]], [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]])
-@pytest.mark.parametrize("kind", KINDS)
-def test_generation_feeds_each_token_once_with_the_cache_and_the_whole_prefix_without(
-    kind: str, prompts: list[list[int]]
-) -> None:
-    """Catches bug 2, and a switch without effect: the fed tokens and the cached bytes are compared at every step."""
-    model = tiny_model(kv_cache=kind)
-    seen: dict[bool, list[Step]] = {True: [], False: []}
-    rows, longest, n = len(prompts), max(map(len, prompts)), 6
-
-    with watched(model) as cached:
-        on = model.generate_tokens(prompts, n, temperature=0, logprobs=True, on_step=seen[True].append)
-    with watched(model) as uncached:
-        off = model.generate_tokens(
-            prompts, n, temperature=0, logprobs=True, kv_caching=False, on_step=seen[False].append
-        )
-    assert on[0] == off[0]
-    torch.testing.assert_close(torch.tensor(on[1]), torch.tensor(off[1]), rtol=0, atol=FP64_TOLERANCE)
-
-    assert cached.widths == [longest] + [1] * (n - 1)
-    assert [step.ids for step in seen[True]] == [prompts] + [[[row[i]] for row in on[0]] for i in range(n - 1)]
-    assert cached.nbytes[-1] == held_by(kind, model.args, rows, longest + n - 1, longest + n, torch.float64)
-    assert min(cached.nbytes) > 0
-
-    texts = [prompt + row for prompt, row in zip(prompts, on[0], strict=True)]
-    assert uncached.widths == [longest + i for i in range(n)]
-    assert [step.ids for step in seen[False]] == [
-        [text[: len(prompt) + i] for text, prompt in zip(texts, prompts, strict=True)] for i in range(n)
-    ]
-    assert (set(uncached.nbytes), {start for starts in uncached.starts for start in starts}) == ({0}, {0})
-
-
 def test_no_cache_is_asked_while_caching_is_off() -> None:
     """Catches bug 3: an uncached path that still writes to a cache, or reads from one."""
 
@@ -274,48 +240,6 @@ def test_switch_may_be_thrown_in_the_middle_of_a_text(kind: str) -> None:
 
 def assert_near(made: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(made, expected.detach(), rtol=0, atol=FP64_TOLERANCE)
-
-
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_does_not_go_on_in_another_dtype_and_may_be_fed_again(kind: str, given: bool) -> None:
-    """Catches bug 32: cached values were rounded to float32, and the model would use them as float64."""
-    model, tokens = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), some_tokens(2, 12)
-    expected = tiny_model(kv_caching=False, dtype=torch.float32).double()(tokens).detach()
-    cache = model.new_cache() if given else None
-    model(tokens[:, :8], cache=cache)
-    model.double()
-    with pytest.raises(ValueError, match="in another way" if given else "an empty KV cache"):
-        model(tokens[:, 8:], 8, cache=cache)
-    if cache is not None:
-        cache.free()
-    made = [model(tokens[:, :8], cache=cache), model(tokens[:, 8:], 8, cache=cache)]
-    assert made[0].dtype == torch.float64
-    assert_near(torch.cat(made, dim=1), expected)
-
-
-# --- Failures in the middle
-
-
-class Boom(Exception):
-    pass
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_failed_step_can_simply_be_fed_again(kind: str) -> None:
-    """Catches bug 33: a step at the same position overwrites what the failed step wrote."""
-    tokens = some_tokens(2, 9)
-
-    def run(broken: bool) -> list[Tensor]:
-        model, made = tiny_model(kv_cache=kind, dtype=torch.float32).requires_grad_(False), []
-        for start, end in [(0, 6), (6, 7), (7, 9)]:
-            if broken:
-                with failing(model, 0, Boom), pytest.raises(Boom):
-                    model(some_tokens(2, end - start, seed=1), start)
-            made.append(model(tokens[:, start:end], start))
-        return made
-
-    assert all(map(torch.equal, run(broken=True), run(broken=False)))
 
 
 # --- What is stored
