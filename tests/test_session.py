@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from fakes import Bytes
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from oracles import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
 
 from llama.kv_cache import PagedCache, StaticCache
@@ -413,97 +410,3 @@ def test_a_model_that_computes_in_another_way_feeds_all_again(caplog: pytest.Log
     assert session.generate(5, **GREEDY)["ids"] == whole(model, before, 5)
     assert "fed again" in caplog.text
     assert session.nbytes > 0
-
-
-# ---- anything, in any order ------------------------------------------------------------------------------------------
-
-
-class ManySessions(RuleBasedStateMachine):
-    """Sessions of one model; each has a twin with its own model, to which the same happens."""
-
-    @initialize(exact=st.booleans())
-    def begin(self, exact: bool) -> None:
-        self.model = tiny_model(ARGS, dtype=torch.float32)
-        self.model.exact = exact
-        self.sessions: list[tuple[Session, Session]] = []
-        self.streams: list[tuple[Any, Any]] = []
-
-    @rule(kv_cache=st.sampled_from(KINDS))
-    def open(self, kv_cache: str) -> None:
-        if len(self.sessions) == 10 or (self.model.exact and kv_cache not in LOSSLESS):
-            return
-        alone = tiny_model(ARGS, dtype=torch.float32)
-        alone.exact = self.model.exact
-        self.sessions.append(tuple(model.session(Bytes(), kv_cache=kv_cache) for model in (self.model, alone)))  # type: ignore[arg-type]
-
-    def both(self, place: int, act: Callable[[Session], object]) -> object:
-        """Call a function for a session and its twin; check that both return or raise the same."""
-        results = []
-        for session in self.sessions[place % len(self.sessions)]:
-            try:
-                results.append(act(session))
-            except (ValueError, RuntimeError) as error:
-                results.append(str(error))
-        assert results[0] == results[1]
-        ours, twin = self.sessions[place % len(self.sessions)]
-        assert (ours.tokens, ours.fed, ours.nbytes) == (twin.tokens, twin.fed, twin.nbytes)
-        return results[0]
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9), text=st.text("abc", max_size=40), new=st.booleans())
-    def feed(self, place: int, text: str, new: bool) -> None:
-        self.both(place, lambda session: session.feed(text) if new else session.append(text))
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9), count=st.integers(1, 12), seed=st.integers(0, 3))
-    def generate(self, place: int, count: int, seed: int) -> None:
-        before = list(self.sessions[place % len(self.sessions)][0].tokens)
-        result = self.both(place, lambda session: session.generate(count, temperature=0.9, seed=seed))
-        if isinstance(result, dict) and self.model.exact:
-            alone = self.model.generate_tokens(
-                [before], count, temperature=0.9, seed=seed, stop_ids=Bytes().stop_tokens
-            )
-            assert result["ids"] == alone[0][0]
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9))
-    def fork(self, place: int) -> None:
-        if len(self.sessions) < 10:
-            ours, twin = self.sessions[place % len(self.sessions)]
-            self.sessions.append((ours.fork(), twin.fork()))
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9), back=st.integers(0, 50))
-    def rewind(self, place: int, back: int) -> None:
-        self.both(place, lambda session: session.rewind(max(0, session.position - back)))
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9))
-    def stream_some(self, place: int) -> None:
-        self.both(place, lambda session: next(session.stream(5, **GREEDY), None) if session.tokens else None)
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9), on=st.booleans())
-    def once_without_the_cache(self, place: int, on: bool) -> None:
-        self.both(place, lambda session: session.generate(2, kv_caching=on, **GREEDY) if session.tokens else None)
-
-    @precondition(lambda self: self.sessions)
-    @rule(place=st.integers(0, 9))
-    def drop(self, place: int) -> None:
-        ours, twin = self.sessions.pop(place % len(self.sessions))
-        ours.drop()
-        twin.drop()
-
-    @rule()
-    def others_use_the_model(self) -> None:
-        assert len(self.model.generate_tokens([[1, 2], [3]], 2, **GREEDY)[0]) == 2
-        assert self.model.cache is None
-
-
-def test_sessions_of_one_model_are_what_each_is_alone() -> None:
-    run_state_machine_as_test(
-        ManySessions,
-        settings=settings(
-            max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
