@@ -4,10 +4,18 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from checkpoints import N_WORDS, meta_params, meta_weights, write_gguf, write_huggingface_tokenizer, write_meta
+from checkpoints import (
+    N_WORDS,
+    meta_params,
+    meta_weights,
+    write_gguf,
+    write_huggingface,
+    write_huggingface_tokenizer,
+    write_meta,
+)
 from checkpoints import config_of as llama_config
 from checkpoints import random_model as random_llama
-from families import FAMILIES, config_of, random_model, write_folder
+from families import FAMILIES, config_of, random_model
 from gguf import GGMLQuantizationType as Kind
 
 from llama.checkpoint import open_checkpoint
@@ -18,7 +26,7 @@ from llama.cli.doctor import check_manifest, main
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_of_a_family_is_described(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = random_model(config_of(family, "yarn"))
-    assert main(str(write_folder(tmp_path, theirs))) == 0
+    assert main(str(write_huggingface(tmp_path, theirs))) == 0
     printed = capsys.readouterr().out
     count = sum(weight.numel() for weight in theirs.parameters())
     for fact in (
@@ -66,7 +74,7 @@ def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
 
 
 def test_a_window_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(str(write_folder(tmp_path, random_model(config_of("mistral", sliding_window=48))))) == 0
+    assert main(str(write_huggingface(tmp_path, random_model(config_of("mistral", sliding_window=48))))) == 0
     printed = capsys.readouterr().out
     assert "note: " in printed
     assert "it loads with --max_seq_len 48" in printed
@@ -80,7 +88,7 @@ def test_what_is_no_checkpoint_is_refused_with_exit_code_1(tmp_path: Path, capsy
 
 
 def test_a_manifest_is_checked_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_folder(tmp_path / "model", random_model(config_of("llama")))
+    folder = write_huggingface(tmp_path / "model", random_model(config_of("llama")))
     names = ("config.json", "model.safetensors")
     digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
     manifest = tmp_path / "SHA256SUMS"

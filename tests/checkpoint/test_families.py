@@ -8,8 +8,8 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from checkpoints import N_WORDS, finish, gguf_writer, write_huggingface_tokenizer
-from families import FAMILIES, SCALINGS, config_of, random_model, write_folder
+from checkpoints import N_WORDS, finish, gguf_writer, write_huggingface, write_huggingface_tokenizer
+from families import FAMILIES, SCALINGS, config_of, random_model
 from gguf import GGMLQuantizationType as Kind
 from oracles import fed_in_pieces, in_float64
 from torch import Tensor
@@ -63,7 +63,7 @@ def assert_same_logits(ours: Transformer, theirs: Any, tokens: Tensor = TOKENS, 
 @pytest.mark.parametrize(("family", "scaling"), [(FAMILIES[i % 4], each) for i, each in enumerate(SCALINGS)])
 def test_a_family_gives_the_logits_of_transformers(family: str, scaling: str, tmp_path: Path) -> None:
     theirs = random_model(config_of(family, scaling))
-    assert_same_logits(load(write_folder(tmp_path, theirs)), theirs)
+    assert_same_logits(load(write_huggingface(tmp_path, theirs)), theirs)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -81,7 +81,7 @@ def test_a_gguf_file_of_qwen_gives_the_logits_of_its_folder(family: str, tmp_pat
 )
 def test_what_is_exported_gives_the_same_logits_again(family: str, scaling: str, tied: bool, tmp_path: Path) -> None:
     theirs = random_model(config_of(family, scaling, tie_word_embeddings=tied)).float()
-    model = load(write_folder(tmp_path / "folder", theirs), torch.float32)
+    model = load(write_huggingface(tmp_path / "folder", theirs), torch.float32)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     save_huggingface(model, tmp_path / "again")
     write_huggingface_tokenizer(tmp_path / "again")
@@ -107,7 +107,7 @@ def test_stored_rows_of_qwen_are_brought_into_our_order(family: str, repack: boo
 
 @pytest.mark.parametrize(("family", "quantize"), [("qwen2", "int8"), ("qwen3", "int4")])
 def test_quantised_families_compute_with_their_biases_and_norms(family: str, quantize: str, tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, random_model(config_of(family)))
+    folder = write_huggingface(tmp_path, random_model(config_of(family)))
     plain, packed = load(folder, torch.float32), load(folder, torch.float32, quantize=quantize)
     rounded = {
         name: weight.rows(0, weight.shape[0], torch.float32) for name, weight in quantized_weights(packed).items()
@@ -122,7 +122,7 @@ def test_quantised_families_compute_with_their_biases_and_norms(family: str, qua
 
 def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Path) -> None:
     theirs = random_model(config_of("mistral", sliding_window=48))
-    checkpoint = open_checkpoint(write_folder(tmp_path, theirs))
+    checkpoint = open_checkpoint(write_huggingface(tmp_path, theirs))
     with pytest.raises(CheckpointError, match=r"only the last 48 positions.*use --max_seq_len 48"):
         load_weights(checkpoint, checkpoint.args, dtype=torch.float64, device="cpu")
     ours = load_weights(checkpoint, checkpoint.whole_texts(), dtype=torch.float64, device="cpu")
@@ -143,7 +143,7 @@ def test_a_sliding_window_limits_the_length_and_says_which_would_do(tmp_path: Pa
 def test_qwens_window_is_one_only_where_a_layer_has_it(
     changes: dict[str, Any], window: int | None, by_kinds: bool, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path, random_model(config_of("qwen2", **changes)))
+    folder = write_huggingface(tmp_path, random_model(config_of("qwen2", **changes)))
     config = json.loads((folder / "config.json").read_text())
     if not by_kinds:
         del config["layer_types"]
@@ -179,7 +179,7 @@ def test_a_window_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused_by_name(
     family: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    folder = write_folder(tmp_path, random_model(config_of(family)))
+    folder = write_huggingface(tmp_path, random_model(config_of(family)))
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=reason):
@@ -218,7 +218,7 @@ def test_bounds_of_yarn_that_llama_cpp_does_not_read_are_refused(tmp_path: Path)
     write_qwen_gguf(path, theirs, metadata=lambda writer: writer.add_rope_scaling_yarn_beta_fast(16.0))
     with pytest.raises(CheckpointError, match=r"yarn_beta_fast=16\.0 is not supported; supported: 32"):
         open_checkpoint(path)
-    model = load(write_folder(tmp_path / "folder", random_model(config_of("llama", "yarn with all its words"))))
+    model = load(write_huggingface(tmp_path / "folder", random_model(config_of("llama", "yarn with all its words"))))
     with pytest.raises(ValueError, match="beta_fast=32, beta_slow=1 and truncate=True, not"):
         save_gguf(model.float(), tmp_path / "again.gguf")
 
@@ -228,7 +228,7 @@ def test_llama_cpp_gives_the_same_logits_of_a_file_of_qwen(tmp_path: Path) -> No
     wide = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     for family in ("qwen2", "qwen3"):
         for scaling in ("default", "linear", "yarn"):
-            model = load(write_folder(tmp_path / "folder", random_model(config_of(family, scaling, **wide))))
+            model = load(write_huggingface(tmp_path / "folder", random_model(config_of(family, scaling, **wide))))
             model.float()
             parts = planned(model.args, {name: Weight.of(w) for name, w in model.state_dict().items()}, "F32")
             tokenizer = open_checkpoint(tmp_path / "folder").tokenizer

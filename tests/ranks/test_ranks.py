@@ -26,7 +26,6 @@ from checkpoints import (
 )
 from families import config_of as config_of_family
 from families import random_model as random_family
-from families import write_folder
 
 from llama.checkpoint import open_checkpoint
 from llama.costs import parameters
@@ -75,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_meta(folder / "other", meta_weights(random_model(config, seed=1)), params)
     write_huggingface(folder / "huggingface", model)
     for family in ("qwen2", "qwen3"):
-        write_folder(folder / family, random_family(config_of_family(family)))
+        write_huggingface(folder / family, random_family(config_of_family(family)))
     write_gguf(folder / "weights.gguf", weights, config)
     write_gguf(folder / "weights-q8.gguf", weights, config, kind=Kind.Q8_0)
     return folder

@@ -1,4 +1,4 @@
-"""Control groups, as the kernel shows them."""
+"""Files of Linux control groups."""
 
 from pathlib import Path
 

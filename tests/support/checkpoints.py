@@ -17,7 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from oracles import HF_LAYER_NAMES
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 MERGES = [b"th", b"he", b"in", b"er", b"an", b" t", b" a", b"the"]
@@ -63,13 +63,14 @@ def config_of(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(sizes | changes))
 
 
-def random_model(config: LlamaConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> LlamaForCausalLM:
+def random_model(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """Return a model of transformers in which no number is 0 or 1."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            if "norm" in name or name.endswith("bias"):
+                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     return model
 
 
@@ -138,9 +139,7 @@ def write_huggingface_tokenizer(directory: Path) -> None:
     source.unlink()
 
 
-def write_huggingface(
-    directory: Path, model: LlamaForCausalLM, *, max_shard_size: str = "5GB", tokenizer: bool = True
-) -> Path:
+def write_huggingface(directory: Path, model: Any, *, max_shard_size: str = "5GB", tokenizer: bool = True) -> Path:
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     if tokenizer:
         write_huggingface_tokenizer(directory)

@@ -1,12 +1,12 @@
-"""Tiny random models of transformers, of every family that is built like Llama, and their folders."""
+"""Tiny random models of transformers, of every family that is built like Llama."""
 
-from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
-from checkpoints import TINY, write_huggingface_tokenizer
+from checkpoints import TINY
 from oracles import in_float64
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -44,18 +44,6 @@ def config_of(family: str, scaling: str = "default", **changes: Any) -> Any:
     return AutoConfig.for_model(family, **(sizes | changes))
 
 
-def random_model(config: Any, seed: int = 0) -> Any:
-    """Return a model of transformers in which no number is 0 or 1, and whose norms do not round to float32."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
-    return in_float64(model)
-
-
-def write_folder(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    write_huggingface_tokenizer(folder)
-    return folder
+def random_model(config: Any) -> Any:
+    """Return a model in float64 whose norms do not round to float32."""
+    return in_float64(checkpoints.random_model(config, dtype=torch.float64))
