@@ -69,8 +69,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 class Scoring(NamedTuple):
     """What attention's scores may depend on besides queries and keys.
 
-    layer: the number of the layer, as the model was built. key_positions: the positions of the keys, (kv_len,) or (bsz,
-    kv_len); None for 0 .. kv_len - 1. score_mod: see `Ops`.
+    layer: the number of the layer, as the model was built. key_positions: the positions of the keys, (kv_len,), (bsz,
+    kv_len) or (bsz, n_kv_heads, kv_len); None for 0 .. kv_len - 1. score_mod: see `Ops`.
     """
 
     layer: int = 0
@@ -218,6 +218,8 @@ def attention_weights(
     scores = scores.flatten(1, 2)  # (bsz, n_heads, seqlen, kv_len)
     if scoring.score_mod is not None:
         key_positions = positions.long().reshape(-1, 1, 1, positions.shape[-1])
+        if positions.ndim == 3:  # (bsz, n_kv_heads, kv_len)
+            key_positions = _by_head(positions.long()[:, :, None], xq.shape[2])
         changed = scoring.score_mod(scores, queries_at[None, None], key_positions, scoring.layer)
         scores = _checked(changed, scores, scoring.score_mod)
     hidden = ~_by_head(visible, xq.shape[2])

@@ -184,6 +184,35 @@ def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
     return True
 
 
+def a_row_stores_the_same_in_a_batch(args: ModelArgs) -> bool:
+    """A row of a batch stores the keys and values that it stores alone, in every layer and head."""
+    model, lengths = tiny_model(args), [40, 75, 7]
+    tokens = some_tokens(args, rows=3)
+    together = model.new_cache()
+    model(tokens, Rows.at([0] * 3, lengths, prompt_ends=True), cache=together)
+    for row, length in enumerate(lengths):
+        alone = model.new_cache()
+        model(tokens[row : row + 1, :length], Rows.at([0], [length], prompt_ends=True), cache=alone)
+        for layer, (many, one) in enumerate(zip(together.layers, alone.layers, strict=True)):
+            same_reads(many, one, lengths, row, f"layer {layer}: row {row} of a batch of {lengths} tokens, and alone")
+    return True
+
+
+def a_prompt_in_chunks_stores_the_same(args: ModelArgs) -> bool:
+    """A prompt that is fed in chunks stores what it stores in one call, unless the kind has `whole_prompt`."""
+    model, tokens = tiny_model(args), some_tokens(args, rows=1)
+    length, applies = tokens.shape[1], False
+    whole, cut = model.new_cache(), model.new_cache()
+    model(tokens, Rows.at([0], [length], prompt_ends=True), cache=whole)
+    for start, end in ((0, 30), (30, 50), (50, length)):
+        model(tokens[:, start:end], Rows.at([start], [end - start], prompt_ends=end == length), cache=cut)
+    for one, other in zip(whole.layers[:1], cut.layers, strict=False):  # deeper layers have read what the kind rounded
+        if not one.whole_prompt:
+            same_reads(one, other, [length], 0, "layer 0: a prompt in one call, and in calls from 0, 30 and 50")
+            applies = True
+    return applies
+
+
 def a_copy_goes_on_by_itself(args: ModelArgs) -> bool:
     """A copy of a cache has the same contents, and is independent of the original."""
     model, tokens = tiny_model(args), some_tokens(args, rows=2)
@@ -264,6 +293,8 @@ CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     bytes_are_as_predicted,
     rows_may_leave,
     the_first_row_may_be_repeated,
+    a_row_stores_the_same_in_a_batch,
+    a_prompt_in_chunks_stores_the_same,
     a_copy_goes_on_by_itself,
     a_state_is_all_that_a_cache_needs,
     a_text_may_be_truncated,
@@ -363,9 +394,47 @@ def stepped(model: Transformer, tokens: Tensor, cuts: Sequence[int], cache: Cach
 
 def near(ours: Tensor, wanted: Tensor, where: str, model: Transformer) -> None:
     tolerance = TOLERANCE_OF_PLACES if any(layer.unrotated for layer in model.new_cache().layers) else TOLERANCE
-    apart = float((ours - wanted).abs().max())
-    if not apart <= tolerance:
-        raise Broken(f"logits differ by {apart:.1e} {where}; {tolerance:.0e} is allowed")
+    apart = (ours - wanted).abs().amax(-1)  # (rows, positions)
+    if not float(apart.max()) <= tolerance:
+        row, column = (~(apart <= tolerance)).nonzero()[0].tolist()
+        raise Broken(
+            f"logits differ by {float(apart.max()):.1e} {where}; {tolerance:.0e} is allowed; the first divergence is "
+            f"in row {row} at token {column} of {apart.shape[1]}"
+        )
+
+
+def same_reads(one: KVCache, other: KVCache, lengths: Sequence[int], row: int, where: str) -> None:
+    """Raise Broken unless a new token of `row` reads the same keys and values in both; `other` has this row alone."""
+    found = reads(one, lengths, row)
+    wanted = reads(other, lengths[row : row + 1], 0)
+    for head, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if len(ours) != len(theirs):
+            raise Broken(f"{where}: head {head} reads {len(ours)} keys, and {len(theirs)}; one of them dropped others")
+        apart = (ours - theirs).abs().amax(-1)
+        if not float(apart.max()) <= TOLERANCE_OF_PLACES:
+            place = int((~(apart <= TOLERANCE_OF_PLACES)).nonzero()[0])
+            raise Broken(f"{where}: head {head} reads another key or value as number {place} of {len(ours)}")
+
+
+def reads(cache: KVCache, lengths: Sequence[int], row: int) -> list[Tensor]:
+    """Return what a new token of a row reads in each KV head, (keys, 2 x head_dim), after prompts of these lengths."""
+    cache, args, bsz = cache.copy(), cache.args, len(lengths)
+    stream = torch.Generator().manual_seed(0)
+    new = torch.randn(2, 1, 1, args.n_kv_heads, args.head_dim, generator=stream, dtype=torch.float64)
+    queries = torch.randn(1, 1, args.n_heads, args.head_dim, generator=stream, dtype=torch.float64).expand(
+        bsz, -1, -1, -1
+    )
+    rows = Rows.at(lengths, [1] * bsz)
+    keys, values = cache.update(rows, *new.expand(2, bsz, -1, -1, -1))
+    visible = cache.visible(rows, queries)
+    if visible is None:
+        visible = torch.arange(keys.shape[1]) <= torch.tensor(lengths)[:, None, None]
+    while visible.ndim < 4:
+        visible = visible[:, None] if visible.ndim == 3 else visible[None]
+    visible = visible.expand(bsz, -1, -1, -1)[row, :, -1]  # (1, n_kv_heads or n_heads, kv_len)
+    own = visible[:: max(len(visible) // args.n_kv_heads, 1)].expand(args.n_kv_heads, -1)
+    both = torch.cat((keys, values), dim=-1)[row].transpose(0, 1)  # (n_kv_heads, kv_len, 2 x head_dim)
+    return [held[seen] for held, seen in zip(both, own, strict=True)]
 
 
 def refused(write: Callable[[], object]) -> None:

@@ -6,7 +6,10 @@ from llama.kv_cache.concat import ConcatCache
 from llama.kv_cache.contract import KVCache, check_lossless, use_kind
 from llama.kv_cache.names import cache_kind
 from llama.kv_cache.paged import PagedCache
+from llama.kv_cache.published import SnapKVCache
 from llama.kv_cache.quantized import Int4Cache, Int8Cache
+from llama.kv_cache.quest import QuestCache
+from llama.kv_cache.scored import ScoredCache
 from llama.kv_cache.static import StaticCache
 from llama.kv_cache.window import WindowCache
 
@@ -18,6 +21,9 @@ __all__ = [
     "Int8Cache",
     "KVCache",
     "PagedCache",
+    "QuestCache",
+    "ScoredCache",
+    "SnapKVCache",
     "StaticCache",
     "WindowCache",
     "cache_kind",

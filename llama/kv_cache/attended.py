@@ -11,6 +11,8 @@ from torch import Tensor
 from llama.ops import Scoring, attention_weights, check_attention
 from llama.rows import Rows
 
+BLOCK = 256  # queries
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attended:
@@ -54,6 +56,18 @@ class Attended:
             scoring=self.scoring._replace(key_positions=positions),
         )
 
+    def at_keys(self, columns: Tensor) -> "Attended":
+        """Return one row with those keys alone that `columns`, bool (kv_len,), names. `visible` must not be None."""
+        assert self.visible is not None
+        positions = self.scoring.key_positions
+        return replace(
+            self,
+            keys=self.keys[:, columns],
+            values=self.values[:, columns],
+            visible=self.visible[..., columns],
+            scoring=self.scoring._replace(key_positions=None if positions is None else positions[..., columns]),
+        )
+
     def queries_before_rope(self) -> Tensor:
         """Return the queries before RoPE, (bsz, seqlen, n_heads, head_dim)."""
         queries: Tensor = self.module.q_norm(self.module.wq(self.x).unflatten(-1, (-1, self.xq.shape[-1])))
@@ -80,3 +94,18 @@ class Attended:
         visible = None if self.visible is None else self.visible[..., -last:, :]
         start = self.rows.starts[0] + width - last
         return attention_weights(self.xq[:, -last:], self.keys, start, visible, self.scoring)[0]
+
+    def received(self) -> Tensor:
+        """Return the attention that each key of a row receives from all its queries, (n_heads, kv_len).
+
+        It is the sum over the queries of `attention`, computed for 256 of them at a time.
+        """
+        width = self.rows.width
+        total = self.attention(1)[:, 0] * 0
+        for begin in range(0, width, BLOCK):
+            end = min(begin + BLOCK, width)
+            rows = replace(self.rows, width=end, lengths=(end,))
+            visible = None if self.visible is None else self.visible[..., :end, :]
+            own = replace(self, rows=rows, xq=self.xq[:, :end], visible=visible).attention(end - begin).sum(1)
+            total[:, : own.shape[1]] += own
+        return total

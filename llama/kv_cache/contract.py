@@ -36,6 +36,8 @@ class KVCache:
         preallocates: the first update allocates memory for all that `reserve` was called with.
         shares_memory: copies may share memory with the original, so their calls run one at a time.
         bound: the most positions that it stores; None if there is no limit.
+        whole_prompt: what is stored depends on how a prompt is cut into calls.
+        form, default: what PARAMS looks like, and its value if it is left out; for `python -m llama.kv_cache`.
 
     Every tensor attribute without a leading underscore is stored memory: it is counted, freed, copied and saved.
     `layer` is the layer's number, out of `args.n_layers`. `rope` has the model's angles, for kinds that rotate keys.
@@ -49,6 +51,9 @@ class KVCache:
     shares_memory: ClassVar[bool] = False
     observes: ClassVar[bool] = False  # set for a class that defines or inherits `observe`
     has_rope_starts: ClassVar[bool] = False  # set for a class that defines or inherits `rope_starts`
+    whole_prompt: ClassVar[bool] = False
+    form: ClassVar[str] = ""
+    default: ClassVar[str] = ""
     bound: int | None = None
     keys: Tensor | None
     values: Tensor | None
@@ -101,7 +106,9 @@ class KVCache:
         raise NotImplementedError
 
     def key_positions(self) -> Tensor | None:
-        """Return the positions of the keys of the last update, (kv_len,) or (bsz, kv_len); None for 0 .. kv_len - 1.
+        """Return the positions of the keys of the last update; None for 0 .. kv_len - 1.
+
+        The shape is (kv_len,), (bsz, kv_len) or, if heads have different keys, (bsz, n_kv_heads, kv_len).
 
         If you return positions, all keys and values must be finite, even those that no query may see: they are masked,
         and 0 x NaN is NaN.

@@ -42,9 +42,9 @@ class CountingCache(KVCache):
         self._ends = ends
 
     def truncate(self, position: int) -> bool:
-        return all(self._refusal(position, end) is None for end in self._ends)
+        return all(self._refusal(row, position, end) is None for row, end in enumerate(self._ends))
 
-    def _refusal(self, start: int, end: int) -> str | None:
+    def _refusal(self, row: int, start: int, end: int) -> str | None:
         """Return why a row with the end `end` cannot continue at `start` <= `end`; None if it can."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class CountingCache(KVCache):
                     f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
                     "feed the positions before it first"
                 )
-            why = self._refusal(start, end)
+            why = None if row >= len(self._ends) else self._refusal(row, start, end)
             if why is not None:
                 raise ValueError(why)
 

@@ -2,7 +2,8 @@
 
 KIND is NAME, NAME:PARAMS, FILE.py:NAME or FILE.py:NAME:PARAMS. LAYERS are numbers and Python ranges, joined by commas:
 `static@:2,-1;int4` is static in the first two layers and the last one, and int4 in the others. The first part that
-names a layer applies. A part without @ comes last and names all remaining layers.
+names a layer applies. A part without @ comes last and names all remaining layers. `streaming-llm` is another name of
+`window`.
 """
 
 import hashlib
@@ -11,6 +12,8 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
+
+ALIASES = {"streaming-llm": "window"}  # names from papers for kinds that have another name here
 
 
 class Kind(NamedTuple):
@@ -33,7 +36,8 @@ def kinds_named(text: str) -> list[tuple[str, str | None]]:
             raise ValueError(f"kv_cache={text!r}: the part {part!r} must be KIND or KIND@LAYERS, such as int4@2:,0")
         if named and named[-1][1] is None:
             raise ValueError(f"kv_cache={text!r}: {named[-1][0]!r} has all layers, so none is left for {part!r}")
-        named.append((kind, layers if at else None))
+        name, colon, params = kind.partition(":")
+        named.append((f"{ALIASES.get(name, name)}{colon}{params}", layers if at else None))
     return named
 
 

@@ -97,7 +97,7 @@ class QuantizedCache(CountingCache):
         keys = state["keys"]
         self._enlarge(self.sizes(rows, -(-max(self._ends) // GROUP), keys), keys.device)
 
-    def _refusal(self, start: int, end: int) -> str | None:
+    def _refusal(self, row: int, start: int, end: int) -> str | None:
         if start % GROUP == 0 or start >= _newest(end):
             return None
         return (

@@ -29,6 +29,7 @@ class WindowCache(CountingCache, kind="window"):
     """
 
     lossless = False
+    form, default = "W+S", "all+4"
     unrotated = True
     preallocates = True
     _seen: Tensor | None = None
@@ -78,7 +79,7 @@ class WindowCache(CountingCache, kind="window"):
         self._note_ends(starts, rows.lengths)
         return self._step(starts) if whole is None else whole
 
-    def _refusal(self, start: int, end: int) -> str | None:
+    def _refusal(self, row: int, start: int, end: int) -> str | None:
         if start == 0 or max(start - self.window + 1, self.sinks) >= end - self.window:
             return None
         return (

@@ -1,0 +1,233 @@
+"""Published methods that drop keys, each as its score.
+
+A class is what its paper says, and no more: what all of them share is in `scored.py`.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama.kv_cache.attended import Attended
+from llama.kv_cache.scored import ScoredCache
+
+SINKS = 4
+
+
+class RandomCache(ScoredCache, kind="random"):
+    """Keep random keys: the control that a method has to beat."""
+
+    def score(self, attended: Attended) -> Tensor:
+        stream = torch.Generator().manual_seed(self.layer)
+        return torch.rand(attended.keys.shape[2], attended.keys.shape[1], generator=stream).to(attended.keys.device)
+
+
+class KnormCache(ScoredCache, kind="knorm"):
+    """Keep the keys with the smallest L2 norm.
+
+    Source: Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression,
+    https://arxiv.org/abs/2406.11430.
+    """
+
+    def score(self, attended: Attended) -> Tensor:
+        return -attended.keys[0].norm(dim=-1).T
+
+
+class KeyDiffCache(ScoredCache, kind="keydiff"):
+    """Keep the keys that differ most from the mean direction of all keys.
+
+    Source: Park et al., KeyDiff, https://arxiv.org/abs/2504.15364.
+    """
+
+    def score(self, attended: Attended) -> Tensor:
+        keys = attended.keys[0].transpose(0, 1)  # (n_kv_heads, kv_len, head_dim)
+        return -F.cosine_similarity(keys, F.normalize(keys, dim=-1).mean(1, keepdim=True), dim=-1)
+
+
+class LagKVCache(ScoredCache, kind="lagkv"):
+    """Keep, of each 128 tokens, those whose keys and values vary most relative to the range of the next 128.
+
+    The first 4 tokens and the last 128 to 255 stay. A prompt without two such groups keeps its last tokens.
+    Source: Liang et al., LagKV, https://arxiv.org/abs/2504.04704.
+    """
+
+    lag: ClassVar[int] = 128
+
+    def score(self, attended: Attended) -> Tensor:
+        _, kv_len, heads, _ = attended.keys.shape
+        groups = (kv_len - SINKS) // self.lag
+        scores = torch.ones(heads, kv_len, dtype=attended.keys.dtype, device=attended.keys.device)
+        if groups < 2:
+            scores[:, SINKS:] = torch.arange(max(kv_len - SINKS, 0), device=scores.device) / kv_len
+            return scores
+        varying = 0
+        for held in (attended.keys, attended.values):
+            grouped = held[0, SINKS : SINKS + groups * self.lag].transpose(0, 1).unflatten(1, (groups, self.lag))
+            low, high = grouped.amin(2, keepdim=True)[:, 1:], grouped.amax(2, keepdim=True)[:, 1:]
+            varying = varying + ((grouped[:, :-1] - low) / (high - low)).std(-1).softmax(-1) / 2
+        ranks = varying.argsort(-1).argsort(-1) / self.lag  # (n_kv_heads, groups - 1, lag)
+        scores[:, SINKS : SINKS + (groups - 1) * self.lag] = ranks.flatten(1)
+        return scores
+
+
+class SnapKVCache(ScoredCache, kind="snapkv"):
+    """Keep the keys with the most attention of the prompt's last 64 queries, smoothed over 5 positions.
+
+    The last 64 tokens stay. Source: Li et al., SnapKV, https://arxiv.org/abs/2404.14469.
+    """
+
+    whole_prompt = True  # a last call with fewer than 64 queries has a shorter window
+    window: ClassVar[int] = 64
+    kernel: ClassVar[int] = 5
+
+    def score(self, attended: Attended) -> Tensor:
+        window = min(self.window, attended.rows.width)
+        received = attended.attention(window).mean(1)[:, :-window]  # (n_heads, kv_len - window)
+        if received.shape[1]:
+            received = F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
+        scores = by_kv_head(received, attended)
+        return F.pad(scores, (0, window), value=torch.inf)
+
+
+class PyramidKVCache(SnapKVCache, kind="pyramidkv"):
+    """Keep by SnapKV's scores, more in the first layers and less in the last ones.
+
+    The budget falls linearly with the layer; what it adds to the window of 64 is, in the last layer, a twentieth of the
+    mean. Source: Cai et al., PyramidKV, https://arxiv.org/abs/2406.02069.
+    """
+
+    beta: ClassVar[int] = 20
+
+    def budget(self, positions: int) -> int:
+        mean = super().budget(positions)
+        least = mean // self.beta
+        most = 2 * mean - least
+        if most >= positions - self.window:
+            most, least = positions - self.window, 2 * mean - (positions - self.window)
+        if not self.window <= least <= most:
+            return mean
+        return round(most - self.layer * (most - least) / max(self.args.n_layers - 1, 1))
+
+
+class AdaKVCache(SnapKVCache, kind="adakv"):
+    """Keep by SnapKV's scores, compared across the heads of a layer: heads differ in how many keys they keep.
+
+    A fifth of the budget is each head's own. Source: Feng et al., Ada-KV, https://arxiv.org/abs/2407.11550.
+    """
+
+    own: ClassVar[float] = 0.2
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        best = scores.topk(int(budget * self.own)).indices
+        scores = scores.scatter(1, best, torch.inf)
+        return super().choose(scores.reshape(1, -1), budget * len(scores)).view_as(scores)
+
+
+class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
+    """Keep the keys that the next 512 queries are expected to attend to, weighted by the norm of their values.
+
+    Queries before RoPE are taken as normally distributed, with the mean and the covariance of the prompt's. The first
+    4 tokens stay. Source: Devoto et al., Expected Attention, https://arxiv.org/abs/2510.00636.
+    """
+
+    whole_prompt = True
+    future: ClassVar[int] = 512
+
+    def score(self, attended: Attended) -> Tensor:
+        wide = torch.promote_types(attended.keys.dtype, torch.float32)
+        keys, values = (held[0, SINKS:].transpose(0, 1).to(wide) for held in (attended.keys, attended.values))
+        heads, _, width = keys.shape
+        if attended.rows.width <= SINKS:
+            return torch.ones(heads, attended.keys.shape[1], device=keys.device)
+        queries = attended.queries_before_rope()[0, SINKS:].transpose(0, 1).unflatten(0, (heads, -1)).to(wide)
+        mean = queries.mean(2, keepdim=True)  # (n_kv_heads, shared, 1, head_dim)
+        apart = queries - mean
+        covariance = apart.mT @ apart / apart.shape[2]
+        turn = self._mean_rotation(attended.rows.end, keys)
+        mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
+        each = keys[:, None]  # (n_kv_heads, 1, kv_len, head_dim)
+        scores = (each @ mean.mT)[..., 0] / width**0.5 + ((each @ covariance) * each).sum(-1) / width / 2
+        return F.pad(scores.softmax(-1).mean(1) * values.norm(dim=-1), (SINKS, 0), value=torch.inf)
+
+    def _mean_rotation(self, start: int, like: Tensor) -> Tensor:
+        """Return the mean of RoPE's rotations at the `future` positions from `start`, (head_dim, head_dim)."""
+        cos, sin = (
+            table[start : start + self.future, 0].mean(0) for table in self.rope.up_to(start + self.future, like.device)
+        )
+        turn = torch.zeros(len(cos), len(cos), device=like.device)
+        even = torch.arange(0, len(cos), 2, device=like.device)
+        turn[even, even] = turn[even + 1, even + 1] = cos[::2]
+        turn[even + 1, even] = sin[1::2]
+        turn[even, even + 1] = -sin[1::2]
+        return turn.to(like.dtype)
+
+
+class TovaCache(ScoredCache, kind="tova"):
+    """Keep, after each token, the keys with the most attention of the newest query, averaged over all heads.
+
+    Source: Oren et al., Transformers are Multi-State RNNs, https://arxiv.org/abs/2401.06104.
+    """
+
+    every_step = True
+    whole_prompt = True
+
+    def score(self, attended: Attended) -> Tensor:
+        scores = attended.attention(1)[:, 0].mean(0).repeat(attended.keys.shape[2], 1)
+        scores[:, -1] = torch.inf
+        return scores
+
+
+class H2OCache(ScoredCache, kind="h2o"):
+    """Keep, after each token, the newest half of the budget, and the keys with the most attention since they came.
+
+    Source: Zhang et al., H2O, https://arxiv.org/abs/2306.14048.
+    """
+
+    every_step = True
+    adds_up = True
+    whole_prompt = True
+
+    def score(self, attended: Attended) -> Tensor:
+        return by_kv_head(attended.received(), attended)
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        scores = scores.clone()
+        scores[:, -(budget - budget // 2) :] = torch.inf
+        return super().choose(scores, budget)
+
+
+class DuoAttentionCache(ScoredCache, kind="duo-attention"):
+    """`duo-attention:SHARE` keeps all keys in this share of the heads, and the first 4 and last 256 in the others.
+
+    The heads are chosen in each layer as the prompt ends: those whose last 64 queries attend most to the positions in
+    between. The paper trains this choice. Source: Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819.
+    """
+
+    form = "SHARE"
+    whole_prompt = True
+    queries: ClassVar[int] = 64
+    recent: ClassVar[int] = 256
+
+    def score(self, attended: Attended) -> Tensor:
+        received = attended.attention(min(self.queries, attended.rows.width)).mean(1)
+        return by_kv_head(received, attended)
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        between = scores[:, SINKS : -self.recent].sum(1)
+        full = torch.zeros_like(between, dtype=torch.bool).scatter(0, between.topk(self._full()).indices, True)
+        ends = torch.ones_like(scores, dtype=torch.bool)
+        ends[:, SINKS : -self.recent] = False
+        return full[:, None] | ends
+
+    def kept_of(self, prompt: int, end: int) -> int:
+        streaming = self.args.n_kv_heads - self._full()
+        return self._full() * prompt + streaming * min(prompt, SINKS + self.recent)
+
+    def _full(self) -> int:
+        return self.budget(self.args.n_kv_heads)
+
+
+def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:
+    """Return the mean of scores, (n_heads, ...), over the query heads that share a KV head, (n_kv_heads, ...)."""
+    return scores.unflatten(0, (attended.keys.shape[2], -1)).mean(1)
