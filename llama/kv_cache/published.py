@@ -31,7 +31,8 @@ class KnormCache(ScoredCache, kind="knorm"):
     """
 
     def score(self, attended: Attended) -> Tensor:
-        return -attended.keys[0].norm(dim=-1).T
+        norms: Tensor = torch.linalg.vector_norm(attended.keys[0], dim=-1)  # (kv_len, n_kv_heads)
+        return -norms.T
 
 
 class KeyDiffCache(ScoredCache, kind="keydiff"):
@@ -61,9 +62,10 @@ class LagKVCache(ScoredCache, kind="lagkv"):
         if groups < 2:
             scores[:, SINKS:] = torch.arange(max(kv_len - SINKS, 0), device=scores.device) / kv_len
             return scores
-        varying = 0
+        varying = scores.new_zeros(())
         for held in (attended.keys, attended.values):
-            grouped = held[0, SINKS : SINKS + groups * self.lag].transpose(0, 1).unflatten(1, (groups, self.lag))
+            grouped = held[0, SINKS : SINKS + groups * self.lag].transpose(0, 1)  # (n_kv_heads, groups x lag, head_dim)
+            grouped = torch.unflatten(grouped, 1, (groups, self.lag))
             low, high = grouped.amin(2, keepdim=True)[:, 1:], grouped.amax(2, keepdim=True)[:, 1:]
             varying = varying + ((grouped[:, :-1] - low) / (high - low)).std(-1).softmax(-1) / 2
         ranks = varying.argsort(-1).argsort(-1) / self.lag  # (n_kv_heads, groups - 1, lag)
@@ -140,7 +142,7 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
         heads, _, width = keys.shape
         if attended.rows.width <= SINKS:
             return torch.ones(heads, attended.keys.shape[1], device=keys.device)
-        queries = attended.queries_before_rope()[0, SINKS:].transpose(0, 1).unflatten(0, (heads, -1)).to(wide)
+        queries = torch.unflatten(attended.queries_before_rope()[0, SINKS:].transpose(0, 1).to(wide), 0, (heads, -1))
         mean = queries.mean(2, keepdim=True)  # (n_kv_heads, shared, 1, head_dim)
         apart = queries - mean
         covariance = apart.mT @ apart / apart.shape[2]
@@ -148,7 +150,7 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
         mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
         each = keys[:, None]  # (n_kv_heads, 1, kv_len, head_dim)
         scores = (each @ mean.mT)[..., 0] / width**0.5 + ((each @ covariance) * each).sum(-1) / width / 2
-        return F.pad(scores.softmax(-1).mean(1) * values.norm(dim=-1), (SINKS, 0), value=torch.inf)
+        return F.pad(scores.softmax(-1).mean(1) * torch.linalg.vector_norm(values, dim=-1), (SINKS, 0), value=torch.inf)
 
     def _mean_rotation(self, start: int, like: Tensor) -> Tensor:
         """Return the mean of RoPE's rotations at the `future` positions from `start`, (head_dim, head_dim)."""
@@ -230,4 +232,4 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
 
 def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:
     """Return the mean of scores, (n_heads, ...), over the query heads that share a KV head, (n_kv_heads, ...)."""
-    return scores.unflatten(0, (attended.keys.shape[2], -1)).mean(1)
+    return torch.unflatten(scores, 0, (attended.keys.shape[2], -1)).mean(1)

@@ -57,12 +57,10 @@ class QuestCache(StaticCache, kind="quest"):
         assert self.lows is not None
         assert self.highs is not None
         page = start // PAGE
-        held, missing = self.keys[rows, page * PAGE : end], -end % PAGE
-        pages = slice(page, -(-end // PAGE))
-        self.lows[rows, pages] = F.pad(held, (0, 0, 0, 0, 0, missing), value=torch.inf).unflatten(1, (-1, PAGE)).amin(2)
-        self.highs[rows, pages] = (
-            F.pad(held, (0, 0, 0, 0, 0, missing), value=-torch.inf).unflatten(1, (-1, PAGE)).amax(2)
-        )
+        held, pages = self.keys[rows, page * PAGE : end], slice(page, -(-end // PAGE))
+        for bounds, fill in ((self.lows, torch.inf), (self.highs, -torch.inf)):
+            whole = torch.unflatten(F.pad(held, (0, 0, 0, 0, 0, -end % PAGE), value=fill), 1, (-1, PAGE))
+            bounds[rows, pages] = whole.amin(2) if fill > 0 else whole.amax(2)
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
         pages = -(-rows.end // PAGE)
@@ -72,7 +70,7 @@ class QuestCache(StaticCache, kind="quest"):
         assert self.highs is not None
         bsz, heads = len(rows.starts), self.lows.shape[2]
         low, high = (held[:bsz, :pages].permute(0, 2, 3, 1) for held in (self.lows, self.highs))
-        queries = xq[:, 0].unflatten(1, (heads, -1))  # (bsz, n_kv_heads, shared, head_dim)
+        queries = torch.unflatten(xq[:, 0], 1, (heads, -1))  # (bsz, n_kv_heads, shared, head_dim)
         bounds = (queries.clamp(min=0) @ high + queries.clamp(max=0) @ low).amax(2)  # (bsz, n_kv_heads, pages)
         newest = torch.tensor(rows.starts, device=xq.device)[:, None, None]
         first = torch.arange(pages, device=xq.device) * PAGE

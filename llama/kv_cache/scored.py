@@ -195,9 +195,12 @@ class ScoredCache(CountingCache):
         if not whole or not all(len(row) == heads and min(row) >= 0 for row in counts):
             raise ValueError(f"ends={ends}, bases={bases} and counts={counts} must be those of {rows} rows")
         kept, behind, dtype = sum(map(sum, counts)), _most(bases, ends), getattr(state.get("keys"), "dtype", None)
-        wanted = dict.fromkeys(("keys", "values"), ((rows, behind, heads, width), dtype))
+        wanted: dict[str, tuple[tuple[int, ...], object]] = {
+            "keys": ((rows, behind, heads, width), dtype),
+            "values": ((rows, behind, heads, width), dtype),
+        }
         if kept:
-            wanted |= dict.fromkeys(("kept_keys", "kept_values"), ((kept, width), dtype))
+            wanted |= {"kept_keys": ((kept, width), dtype), "kept_values": ((kept, width), dtype)}
             wanted |= {"kept_positions": ((kept,), torch.int32)}
             wanted |= {"kept_scores": ((kept,), torch.float32)} if self.adds_up else {}
         found = {name: (tuple(held.shape), held.dtype) for name, held in state.items() if name not in numbers}
@@ -265,9 +268,9 @@ class ScoredCache(CountingCache):
         counts = torch.tensor(self._counts[:bsz], device=kept.device).flatten()
         most = int(counts.max())
         if int(counts.min()) == most:
-            return kept[: bsz * self.args.n_kv_heads * most].unflatten(0, (bsz, -1, most))
+            return torch.unflatten(kept[: bsz * self.args.n_kv_heads * most], 0, (bsz, -1, most))
         places = (counts.cumsum(0) - counts)[:, None] + torch.arange(most, device=kept.device)
-        return kept[places.clamp(max=len(kept) - 1)].unflatten(0, (bsz, -1))
+        return torch.unflatten(kept[places.clamp(max=len(kept) - 1)], 0, (bsz, -1))
 
     def _compressed(self, attended: Attended, row: int, old: Tensor | None) -> dict[str, Tensor]:
         """Return what a row keeps by name, and `counts`, (n_kv_heads,). `old`: the scores of what it kept before."""
@@ -277,9 +280,9 @@ class ScoredCache(CountingCache):
             present = torch.ones_like(positions, dtype=torch.bool)
         else:  # leave out the keys that pad the row, which no query of it sees
             assert scoring.key_positions is not None
-            columns = attended.visible[0, :, -1].any(0)
-            attended = attended.at_keys(columns)
-            positions, present = attended.scoring.key_positions[0], attended.visible[0, :, -1]
+            present, positions = attended.visible[0, :, -1], scoring.key_positions[0]
+            columns = present.any(0)
+            present, positions, attended = present[:, columns], positions[:, columns], attended.at_keys(columns)
         scores = self.score(attended)
         if scores.shape != present.shape:
             raise ValueError(
@@ -315,10 +318,8 @@ class ScoredCache(CountingCache):
         if not self._ends:
             return
         parts = self._split()
-        self._counts, self._bases, self._ends = (
-            [list(of[row]) if isinstance(of[row], list) else of[row] for row in rows]
-            for of in (self._counts, self._bases, self._ends)
-        )
+        self._counts = [list(self._counts[row]) for row in rows]
+        self._bases, self._ends = [self._bases[row] for row in rows], [self._ends[row] for row in rows]
         self._join([parts[row] for row in rows])
         for name in ("keys", "values"):
             held = getattr(self, name)
