@@ -313,17 +313,19 @@ def look(
     """Return the positions visible to a query, (1, 1, n_heads, head_dim), in any head, and n_heads weights of each.
 
     `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query's position
-    is end - 1. The weights are those of an explicit softmax in float32 or wider, in 8 bits.
+    is end - 1. The weights are those of an explicit softmax in float32 or wider, in 8 bits; 0 in heads without the key.
     """
-    device, kv_len, positions = keys.device, keys.shape[1], scoring.key_positions
-    place = torch.arange(kv_len, device=device) if positions is None else positions.reshape(-1, kv_len)[0]
-    shown = (place < end)[None] if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
-    index = shown.any(0).nonzero()[:, 0]
-    index = index[place[index].argsort()]
-    scoring = scoring._replace(key_positions=place[index])
-    weights = attention_weights(query, keys[:, index], end - 1, shown[None, :, None, index], scoring)[0, :, 0]
-    levels = (weights * LEVELS).round().to(torch.uint8).cpu()
-    return tuple(place[index].tolist()), bytes(levels.flatten().tolist())
+    positions = scoring.key_positions
+    place = torch.arange(keys.shape[1], device=keys.device) if positions is None else positions
+    place = place.reshape(-1, keys.shape[1])  # by KV head, or 1 for all
+    shown = place < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
+    weights = attention_weights(query, keys, end - 1, shown[None, :, None], scoring)[0, :, 0]  # (n_heads, kv_len)
+    by_head = place.repeat_interleave(len(weights) // len(place), dim=0)
+    seen = by_head[shown.repeat_interleave(len(weights) // len(shown), dim=0)].unique()
+    columns = torch.searchsorted(seen, by_head.contiguous()).clamp(max=len(seen) - 1)
+    spread = weights.new_zeros(len(weights), len(seen)).scatter_add(1, columns, weights)
+    levels = (spread * LEVELS).round().to(torch.uint8).cpu()
+    return tuple(seen.tolist()), bytes(levels.flatten().tolist())
 
 
 # ---- plain values ----------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from llama.session import Session
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 LOSSLESS = ("static", "concat", "paged")
 OURS = (*LOSSLESS, "int8", "int4", "window:20+3")
-THEIRS = tuple(cache_kind(f"{EXAMPLES}/{name.partition(':')[0]}.py:{name}") for name in ("every_second:8", "h2o:12"))
+THEIRS = (cache_kind(f"{EXAMPLES}/every_second.py:every_second:8"), "h2o:12", "adakv:0.5")
 KINDS = (*OURS, *THEIRS)
 ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
 TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"

@@ -19,8 +19,8 @@ from llama.quant.layers import quantize_layers
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
-H2O, EVERY_SECOND = (f"{EXAMPLES / name}.py:{name}" for name in ("h2o", "every_second"))
-KINDS = ("static", "concat", "paged", "window:6+2", "int8", f"{H2O}:6", f"{EVERY_SECOND}:4")
+EVERY_SECOND = f"{EXAMPLES}/every_second.py:every_second"
+KINDS = ("static", "concat", "paged", "window:6+2", "int8", "h2o:6", f"{EVERY_SECOND}:4")
 PROMPT, NEW = [3, 1, 4, 1, 5], 9
 ENDS = range(len(PROMPT), len(PROMPT) + NEW)  # of the text, step by step
 
@@ -100,7 +100,7 @@ def test_each_kind_of_cache_shows_the_positions_that_it_stores(model: Transforme
     assert seen("window:6+2") == [(one,) * 2 for one in window]
     second = [tuple(p for p in range(end) if p % 2 == 0 or p >= end - 4) for end in ENDS]
     assert seen(f"{EVERY_SECOND}:4") == [(one,) * 2 for one in second]
-    for end, layers in zip(ENDS, seen(f"{H2O}:6"), strict=True):
+    for end, layers in zip(ENDS, seen("h2o:6"), strict=True):
         for positions in layers:  # the newest three, and others; one of them is evicted after the step
             assert len(positions) == min(end, 7)
             assert set(positions) >= {end - 1, end - 2, end - 3}
@@ -146,7 +146,7 @@ def test_attention_with_unknown_weights_is_refused(model: Transformer) -> None:
     with pytest.raises(ValueError, match=r"attend=mine .* a recording shows .* model\.use"):
         recorded(model)
     model.use(PLAIN._replace(name="mine", attend=softmax_attention(mine)))
-    shown = [recorded(model, kv_cache).moments[0].attention for kv_cache in ("static", f"{H2O}:6")]
+    shown = [recorded(model, kv_cache).moments[0].attention for kv_cache in ("static", "h2o:6")]
     model.use(PLAIN)
     assert shown == [recorded(model).moments[0].attention] * 2
 

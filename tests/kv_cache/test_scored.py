@@ -1,0 +1,335 @@
+"""Kinds that keep the keys with the highest scores: what is dropped is gone, and what stays is what the method says."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
+from torch import Tensor
+
+from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
+from llama.model import Transformer
+from llama.ops import attention_weights
+from llama.rows import Rows
+
+KEPT = ("random", "knorm", "keydiff", "lagkv", "snapkv", "pyramidkv", "adakv", "expected-attention", "tova", "h2o")
+
+
+class Newest(ScoredCache, kind="newest"):
+    """Keeps the newest keys; head 0 of a layer keeps twice as many as head 1."""
+
+    def score(self, attended: Attended) -> Tensor:
+        return torch.arange(attended.keys.shape[1]).expand(2, -1).to(attended.keys.dtype)
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        first, second = super().choose(scores, budget * 4 // 3), super().choose(scores, budget * 2 // 3)
+        return torch.stack((first[0], second[1]))
+
+
+class Shapeless(ScoredCache, kind="shapeless"):
+    def score(self, attended: Attended) -> Tensor:
+        return torch.zeros(2, 3)
+
+
+def prompted(kind: str, *lengths: int, sizes: dict[str, Any] | None = None) -> tuple[Transformer, Tensor, Cache]:
+    """Return a tiny model, tokens of rows of these lengths and more, and a cache that was fed the rows as prompts."""
+    model = tiny_model(**{"max_seq_len": 512, **(sizes or {})})
+    tokens, cache = some_tokens(len(lengths), max(lengths) + 80), model.new_cache(kind)
+    with torch.inference_mode():
+        model(tokens[:, : max(lengths)], Rows.at([0] * len(lengths), lengths, prompt_ends=True), cache=cache)
+    return model, tokens, cache
+
+
+def kept(layer: KVCache) -> list[list[list[int]]]:
+    """Return the kept positions of each row and head."""
+    state = layer.state()
+    counts = state["counts"]
+    parts = iter(state["kept_positions"].split(counts.flatten().tolist()))
+    return [[next(parts).tolist() for _ in row] for row in counts]
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "positions", "wanted"),
+    [("", 100, 50), ("0.29", 100, 29), ("0.5", 75, 37), ("0.01", 40, 1), ("1", 40, 40), ("12", 100, 12), ("12", 8, 8)],
+)
+def test_a_share_is_rounded_down_once_to_at_least_a_key_and_a_count_is_for_each_head(
+    params: str, positions: int, wanted: int
+) -> None:
+    cache = KVCache.of(tiny_args(kv_cache=f"knorm:{params}" if params else "knorm", max_seq_len=128))
+    assert isinstance(cache, ScoredCache)
+    assert cache.budget(positions) == wanted
+
+
+@pytest.mark.parametrize("params", ["0", "0.0", "-1", "1.5", "many", "0.5+4", "25", ".", "1e-1"])
+def test_what_is_neither_a_share_nor_a_count_is_refused_with_what_is_one(params: str) -> None:
+    with pytest.raises(ValueError, match=f"^kv_cache='snapkv:{params}': .*such as 0.25 or 256$".replace("+", r"\+")):
+        KVCache.of(tiny_args(kv_cache=f"snapkv:{params}"))
+
+
+# ---- what is dropped is gone -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_prompt_reads_all_of_itself_and_what_follows_reads_what_was_kept(kind: str) -> None:
+    model, tokens, cache = prompted(f"{kind}:0.25", 120)
+    with torch.inference_mode():
+        whole, full = model.new_cache(f"{kind}:0.25"), model.new_cache("static")
+        assert torch.equal(model(tokens[:, :120], 0, cache=whole), model(tokens[:, :120], 0, cache=full))
+        after = [model(tokens[:, 120:121], 120, cache=one) for one in (cache, full)]
+    assert not torch.allclose(*after, atol=1e-3), "what was dropped is missed"
+    counts = torch.cat([layer.state()["counts"] for layer in cache.layers])
+    assert counts.sum(1).tolist() == ([60, 60] if kind != "pyramidkv" else counts.sum(1).tolist())
+    assert all(sorted(set(head)) == head for layer in cache.layers for head in kept(layer)[0])
+
+
+def test_keys_that_are_dropped_take_no_bytes_and_new_tokens_are_stored_in_steps_of_64() -> None:
+    _, _, static = prompted("static", 120)
+    model, tokens, cache = prompted("adakv:0.25", 120)
+    layer = cache.layers[0]
+    assert layer.nbytes * 4 == static.layers[0].nbytes + 4 * 60 * 4  # a position of four bytes for each kept key
+    sizes = []
+    with torch.inference_mode():
+        for at in range(120, 190):
+            model(tokens[:, at : at + 1], at, cache=cache)
+            sizes.append(cache.nbytes)
+    assert len(set(sizes)) == 2
+    assert sizes.index(sizes[-1]) == 64
+
+
+def test_heads_keep_different_numbers_of_keys_and_attention_reads_each_heads_own() -> None:
+    model, tokens, cache = prompted("newest:0.25", 120, 90)
+    for row, (base, first, second) in enumerate(((120, 40, 20), (90, 29, 14))):
+        wanted = [list(range(base - first, base)), list(range(base - second, base))]
+        assert all(kept(layer)[row] == wanted for layer in cache.layers)
+    # Layer 0 alone decides the output of a model of one layer: the answer of an explicit softmax over what is kept.
+    model, tokens, cache = prompted("newest:0.25", 120, sizes={"n_layers": 1})
+    seen: list[Tensor] = []
+    model.layers[0].attention.wo.register_forward_pre_hook(lambda _, args: seen.append(args[0]))  # type: ignore[union-attr]
+    with torch.inference_mode():
+        static = model.new_cache("static")
+        for start, end in ((0, 120), (120, 121)):
+            model(tokens[:, start:end], start, cache=static)
+        keys, values = (held[0, :121].transpose(0, 1) for held in (static.layers[0].keys, static.layers[0].values))  # type: ignore[index]
+        model(tokens[:, 120:121], 120, cache=cache)
+        visible = torch.stack([torch.arange(121) >= 120 - count for count in (40, 20)])
+        queries = _queries(model, tokens)
+        weights = attention_weights(queries, keys.transpose(0, 1)[None], 120, visible[None, :, None])
+        weights = weights[0, :, 0].unflatten(0, (2, -1))  # (n_kv_heads, shared, kv_len)
+        assert torch.allclose(seen[-1].flatten(), (weights @ values).flatten(), atol=FP64_TOLERANCE)
+
+
+def _queries(model: Transformer, tokens: Tensor) -> Tensor:
+    """Return the rotated query of position 120, (1, 1, n_heads, head_dim)."""
+    block = model.blocks[0]
+    x = block.attention_norm(model.tok_embeddings(tokens[:, 120:121]))
+    queries: Tensor = block.attention.wq(x).unflatten(-1, (-1, model.args.head_dim))
+    cos, sin = model.rope.at([120], 1, x.device)
+    halves = torch.view_as_complex(queries.reshape(*queries.shape[:-1], -1, 2))
+    turns = torch.complex(cos[..., ::2], sin[..., 1::2]).reshape(1, 1, 1, -1)
+    return torch.view_as_real(halves * turns).flatten(-2)
+
+
+def test_the_positions_of_each_head_reach_a_score_mod() -> None:
+    model, tokens, cache = prompted("newest:0.25", 120)
+    given: list[Tensor] = []
+
+    def score_mod(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tensor:
+        given.append(keys)
+        return scores - (queries - keys)
+
+    model.use(model.ops._replace(score_mod=score_mod))
+    with torch.inference_mode():
+        model(tokens[:, 120:121], 120, cache=cache)
+    assert given[0].shape == (1, 4, 1, 41)
+    assert given[0][0, 0, 0].tolist() == [*range(80, 120), 120]
+    assert given[0][0, 3, 0, :20].tolist() == [*range(100, 120)]
+
+
+# ---- texts that go on ------------------------------------------------------------------------------------------------
+
+
+def test_only_the_first_prompt_of_a_text_is_compressed_and_forks_leave_it_as_it_is() -> None:
+    model, tokens, cache = prompted("snapkv:20", 100)
+    before = kept(cache.layers[0])
+    with torch.inference_mode():
+        for length in (30, 12):
+            fork = cache.copy()
+            model(tokens[:, 100 : 100 + length], 100, cache=fork)
+            assert kept(fork.layers[0]) == before
+            assert fork.layers[0].state()["keys"].shape[1] == length
+    assert kept(cache.layers[0]) == before
+    assert cache.layers[0].state()["keys"].shape[1] == 0
+
+
+def test_a_text_goes_on_behind_its_prompt_and_not_within_it() -> None:
+    model, tokens, cache = prompted("knorm:0.5", 100)
+    with torch.inference_mode():
+        for at in range(100, 110):
+            model(tokens[:, at : at + 1], at, cache=cache)
+        assert cache.truncate(104)
+        assert not cache.truncate(99)
+        with pytest.raises(ValueError, match=r"^start_pos=99: this cache was compressed at position 100 .* from 0 on$"):
+            model(tokens[:, 99:100], 99, cache=cache)
+        again = model(tokens[:, :100], 0, cache=cache)
+        assert torch.equal(again, model(tokens[:, :100], 0, cache=model.new_cache("static")))
+
+
+def test_a_row_that_begins_again_leaves_the_other_as_it_is() -> None:
+    model, tokens, cache = prompted("knorm:20", 100, 60)
+    before = kept(cache.layers[0])[1]
+    with torch.inference_mode():
+        model(
+            torch.stack((tokens[0, :30], tokens[1, 60:90])), Rows.at([0, 60], [30, 30], prompt_ends=True), cache=cache
+        )
+        assert kept(cache.layers[0])[1] == before
+        assert len(kept(cache.layers[0])[0][0]) == 20
+        alone = model.new_cache("knorm:20")
+        model(tokens[:1, :30], 0, cache=alone)
+        assert kept(alone.layers[0])[0] == kept(cache.layers[0])[0]
+
+
+def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
+    _, _, cache = prompted("h2o:20", 60)
+    state = cache.layers[0].state(1, 60)
+    empty = KVCache.of(cache.layers[0].args)
+    broken = {
+        "ends": torch.tensor([59]),
+        "bases": torch.tensor([61]),
+        "counts": torch.tensor([[20, 19]]),
+        "kept_scores": state["kept_scores"].double(),
+        "kept_positions": state["kept_positions"][:-1],
+    }
+    for name, value in broken.items():
+        with pytest.raises(ValueError, match=r"must be those of 1 rows|and should have"):
+            empty.restore({**state, name: value}, 1, 60)
+    empty.restore(state, 1, 60)
+    assert kept(empty) == kept(cache.layers[0])
+
+
+# ---- methods that go on after the prompt -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tova:16", "h2o:16", "tova:0.25", "h2o:0.25"])
+def test_a_kind_that_drops_at_every_step_stores_its_budget_and_no_more(kind: str) -> None:
+    model, tokens, cache = prompted(kind, 64, 40)
+    budgets = [16, 16] if kind.endswith("16") else [16, 10]
+    with torch.inference_mode():
+        for step in range(20):
+            assert [sum(map(len, row)) for row in kept(cache.layers[1])] == [2 * budget for budget in budgets]
+            starts = [64 + step, 40 + step]
+            model(torch.stack([tokens[row, at : at + 1] for row, at in enumerate(starts)]), starts, cache=cache)
+    assert all(
+        row[head][-1] == end for row, end in zip(kept(cache.layers[0]), (83, 59), strict=True) for head in (0, 1)
+    )
+
+
+def test_h2o_adds_up_what_a_key_has_received_and_keeps_the_newest_half() -> None:
+    model, tokens, cache = prompted("h2o:6", 12)
+    layer = cache.layers[0]
+    own, scores = kept(layer)[0], layer.state()["kept_scores"].unflatten(0, (2, 6))
+    received = _received(model, tokens, 12)
+    for head in range(2):
+        assert own[head][3:] == [9, 10, 11]
+        best = received[head, :9].topk(3).indices.sort().values.tolist()
+        assert own[head][:3] == best
+        assert torch.allclose(scores[head, :3].double(), received[head, best], atol=1e-6)
+
+
+def _received(model: Transformer, tokens: Tensor, length: int) -> Tensor:
+    """Return what each key of layer 0 receives from the queries of a prompt, the mean of a KV head's queries."""
+    seen: list[Tensor] = []
+
+    class Sees(KVCache.kinds["static"]):  # type: ignore[misc]
+        def observe(self, attended: Attended) -> None:
+            seen.append(attended.row(0).attention(length).sum(1).unflatten(0, (2, -1)).mean(1))
+
+    cache = model.new_cache("static")
+    cache.layers = [Sees(layer.args, layer.layer, layer.rope) for layer in cache.layers]
+    with torch.inference_mode():
+        model(tokens[:, :length], 0, cache=cache)
+    return seen[0]
+
+
+@pytest.mark.parametrize("length", [5, 256, 257, 300])
+def test_what_a_key_receives_is_the_same_in_blocks(length: int) -> None:
+    model, tokens, _ = prompted("static", length)
+    found: list[Tensor] = []
+
+    class Receives(KVCache.kinds["static"]):  # type: ignore[misc]
+        def observe(self, attended: Attended) -> None:
+            found.append(attended.row(0).received().unflatten(0, (2, -1)).mean(1))
+
+    cache = model.new_cache("static")
+    cache.layers = [Receives(layer.args, layer.layer, layer.rope) for layer in cache.layers]
+    with torch.inference_mode():
+        model(tokens[:, :length], 0, cache=cache)
+    assert torch.allclose(found[0], _received(model, tokens, length), atol=FP64_TOLERANCE)
+
+
+def test_duo_attention_keeps_all_of_some_heads_and_the_ends_of_the_others() -> None:
+    _, _, cache = prompted("duo-attention:0.5", 300)
+    for layer in cache.layers:
+        counts = sorted(map(len, kept(layer)[0]))
+        assert counts == [260, 300]
+        short = min(kept(layer)[0], key=len)
+        assert short == [*range(4), *range(44, 300)]
+
+
+def test_scores_of_another_shape_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^score of Shapeless returned \(2, 3\); it must return .* \(2, 40\)$"):
+        prompted("shapeless", 40)
+
+
+# ---- Quest -----------------------------------------------------------------------------------------------------------
+
+
+def test_quest_reads_everything_while_the_text_is_short_and_then_the_pages_that_may_matter() -> None:
+    model, tokens, cache = prompted("quest:64", 100)
+    static = model.new_cache("static")
+    with torch.inference_mode():
+        model(tokens[:, :100], 0, cache=static)
+        for at in range(100, 130):
+            model(tokens[:, at : at + 1], at, cache=cache)
+            model(tokens[:, at : at + 1], at, cache=static)
+    layer = cache.layers[0]
+    queries = torch.randn(1, 1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = layer.visible(Rows.at([129], [1]), queries)
+    assert seen is not None
+    assert seen.shape == (1, 2, 1, 130)
+    keys = layer.keys[0, :130].transpose(0, 1)  # type: ignore[index]
+    for head in range(2):
+        pages = seen[0, head, 0].split(16)
+        read = [page for page, own in enumerate(pages) if bool(own.any())]
+        assert all(bool(pages[page].all()) for page in read)
+        assert len(read) == 4
+        assert read[-1] == 8, "the newest page is read"
+        low, high = (torch.stack([f(own, 0) for own in keys[head].split(16)]) for f in (torch.amin, torch.amax))
+        two = queries[0, 0, 2 * head : 2 * head + 2, None]
+        bounds = torch.maximum(two * low, two * high).sum(-1).amax(0)  # (pages,)
+        assert {*bounds[:8].topk(3).indices.tolist(), 8} == set(read)
+
+
+def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None:
+    model, tokens, cache = prompted("quest:16", 40)
+    with torch.inference_mode():
+        for start, length in ((30, 4), (34, 20)):
+            model(tokens[:, start + 1 : start + 1 + length], start, cache=cache)
+    state = cache.layers[0].state(1, 54)
+    pages = state["keys"][0].split(16)
+    assert torch.equal(state["lows"][0], torch.stack([page.amin(0) for page in pages]))
+    assert torch.equal(state["highs"][0], torch.stack([page.amax(0) for page in pages]))
+
+
+@pytest.mark.parametrize("params", ["0", "15", "-16", "many", "1.5"])
+def test_quest_needs_a_page_at_least(params: str) -> None:
+    with pytest.raises(ValueError, match=r"from 16 on, such as quest:256$"):
+        KVCache.of(tiny_args(kv_cache=f"quest:{params}"))
+
+
+@pytest.mark.parametrize("kind", ["streaming-llm:16+2", "streaming-llm:16+2@0;static", "static@0;streaming-llm:16+2"])
+def test_streaming_llm_is_another_name_of_window(kind: str) -> None:
+    cache = tiny_model(max_seq_len=64).new_cache(kind)
+    assert {"window:16+2", "static"} >= {layer.args.kv_cache for layer in cache.layers} != {"static"}
