@@ -173,8 +173,9 @@ def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
     model, tokens = tiny_model(args), some_tokens(args, rows=3)
     for rows in (1, 4):
         cache, alone = model.new_cache(), model.new_cache()
-        model(tokens[:1].repeat(rows, 1)[:, :37], Rows.at([0] * rows, [37, *[5] * (rows - 1)], width=37), cache=cache)
-        model(tokens[:1, :37], Rows.at([0], [37]), cache=alone)
+        lengths = [37, *[5] * (rows - 1)]
+        model(tokens[:1].repeat(rows, 1)[:, :37], Rows.at([0] * rows, lengths, prompt_ends=True), cache=cache)
+        model(tokens[:1, :37], Rows.at([0], [37], prompt_ends=True), cache=alone)
         cache.repeat_first_row(3)
         copies = [alone.copy() for _ in range(3)]
         for at in range(37, 50):
@@ -213,6 +214,30 @@ def a_prompt_in_chunks_stores_the_same(args: ModelArgs) -> bool:
     return applies
 
 
+def a_token_reads_what_was_given(args: ModelArgs) -> bool:
+    """A token reads its own key, and each value that it reads is the one that was given at the reported position."""
+    model, lengths = tiny_model(args), [75, 40]
+    tokens, full, cache = some_tokens(args, rows=2), model.new_cache("static"), model.new_cache()
+    for one in (full, cache):
+        model(tokens, Rows.at([0, 0], lengths, prompt_ends=True), cache=one)
+    width = args.head_dim
+    for row, length in enumerate(lengths):
+        given = reads(full.layers[0], lengths, row)  # by head, (length + 1, 2 x head_dim), in the order of positions
+        for head, read in enumerate(reads(cache.layers[0], lengths, row, positions=True)):
+            apart = (read[:, None, width:-1] - given[head][:, width:]).norm(dim=-1)  # (keys, positions)
+            claimed, (least, nearest) = read[:, -1].long(), apart.min(1)  # equal tokens have equal values
+            wrong = (apart.gather(1, claimed[:, None])[:, 0] > least + TOLERANCE).nonzero().flatten().tolist()
+            where = f"layer 0, row {row}, head {head}: "
+            if wrong:
+                at, near_to = int(claimed[wrong[0]]), int(nearest[wrong[0]])
+                raise Broken(f"{where}what is read as position {at} has the value of position {near_to}")
+            if length not in claimed.tolist():
+                raise Broken(f"{where}the token at position {length} does not read its own key")
+            if len(set(claimed.tolist())) < len(claimed):
+                raise Broken(f"{where}a position is read twice")
+    return True
+
+
 def a_copy_goes_on_by_itself(args: ModelArgs) -> bool:
     """A copy of a cache has the same contents, and is independent of the original."""
     model, tokens = tiny_model(args), some_tokens(args, rows=2)
@@ -221,9 +246,12 @@ def a_copy_goes_on_by_itself(args: ModelArgs) -> bool:
     wanted = stepped(model, tokens, begun)[:, half:]
     cache = model.new_cache()
     stepped(model, tokens[:, :half], [0], cache)
-    kept = cache.copy()
-    stepped(model, tokens.flip(0), [0], cache)  # the original begins another text
-    if not torch.equal(stepped(model, tokens, range(half, length), kept), wanted):
+    kept, other, later = cache.copy(), tokens.flip(0), half + 3
+    made = [stepped(model, tokens[:, :later], range(half, later), kept)]
+    stepped(model, other[:, :later], range(half, later), cache)  # the original goes on with other tokens,
+    stepped(model, other, [0], cache)  # and begins another text
+    made.append(stepped(model, tokens, range(later, length), kept))
+    if not torch.equal(torch.cat(made, dim=1), wanted):
         raise Broken("a copy of the cache does not continue as the original would have")
     return True
 
@@ -295,6 +323,7 @@ CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     the_first_row_may_be_repeated,
     a_row_stores_the_same_in_a_batch,
     a_prompt_in_chunks_stores_the_same,
+    a_token_reads_what_was_given,
     a_copy_goes_on_by_itself,
     a_state_is_all_that_a_cache_needs,
     a_text_may_be_truncated,
@@ -416,25 +445,30 @@ def same_reads(one: KVCache, other: KVCache, lengths: Sequence[int], row: int, w
             raise Broken(f"{where}: head {head} reads another key or value as number {place} of {len(ours)}")
 
 
-def reads(cache: KVCache, lengths: Sequence[int], row: int) -> list[Tensor]:
-    """Return what a new token of a row reads in each KV head, (keys, 2 x head_dim), after prompts of these lengths."""
+def reads(cache: KVCache, lengths: Sequence[int], row: int, *, positions: bool = False) -> list[Tensor]:
+    """Return what a new token of a row reads in each KV head, (keys, 2 x head_dim), after prompts of these lengths.
+
+    With `positions`, a last column has the position of each key.
+    """
     cache, args, bsz = cache.copy(), cache.args, len(lengths)
     stream = torch.Generator().manual_seed(0)
     new = torch.randn(2, 1, 1, args.n_kv_heads, args.head_dim, generator=stream, dtype=torch.float64)
-    queries = torch.randn(1, 1, args.n_heads, args.head_dim, generator=stream, dtype=torch.float64).expand(
-        bsz, -1, -1, -1
-    )
+    queries = torch.randn(1, args.n_heads, args.head_dim, generator=stream, dtype=torch.float64).expand(bsz, -1, -1, -1)
     rows = Rows.at(lengths, [1] * bsz)
     keys, values = cache.update(rows, *new.expand(2, bsz, -1, -1, -1))
-    visible = cache.visible(rows, queries)
+    kv_len, heads = keys.shape[1], args.n_kv_heads
+    visible, places = cache.visible(rows, queries), cache.key_positions()
+    places = torch.arange(kv_len) if places is None else places
+    places = (places if places.ndim == 1 else places[row]).expand(heads, kv_len)
     if visible is None:
-        visible = torch.arange(keys.shape[1]) <= torch.tensor(lengths)[:, None, None]
-    while visible.ndim < 4:
-        visible = visible[:, None] if visible.ndim == 3 else visible[None]
-    visible = visible.expand(bsz, -1, -1, -1)[row, :, -1]  # (1, n_kv_heads or n_heads, kv_len)
-    own = visible[:: max(len(visible) // args.n_kv_heads, 1)].expand(args.n_kv_heads, -1)
+        seen = places <= lengths[row]
+    else:
+        seen = visible if visible.ndim == 2 else visible[row]
+        seen = (seen[None] if seen.ndim == 2 else seen)[:, -1]  # by head, or 1
+        seen = seen[:: max(len(seen) // heads, 1)].expand(heads, -1)
     both = torch.cat((keys, values), dim=-1)[row].transpose(0, 1)  # (n_kv_heads, kv_len, 2 x head_dim)
-    return [held[seen] for held, seen in zip(both, own, strict=True)]
+    both = torch.cat((both, places[..., None].to(both.dtype)), dim=-1) if positions else both
+    return [held[own] for held, own in zip(both, seen, strict=True)]
 
 
 def refused(write: Callable[[], object]) -> None:

@@ -321,7 +321,7 @@ def look(
     shown = place < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
     weights = attention_weights(query, keys, end - 1, shown[None, :, None], scoring)[0, :, 0]  # (n_heads, kv_len)
     by_head = place.repeat_interleave(len(weights) // len(place), dim=0)
-    seen = by_head[shown.repeat_interleave(len(weights) // len(shown), dim=0)].unique()
+    seen = torch.unique(by_head[shown.repeat_interleave(len(weights) // len(shown), dim=0)])
     columns = torch.searchsorted(seen, by_head.contiguous()).clamp(max=len(seen) - 1)
     spread = weights.new_zeros(len(weights), len(seen)).scatter_add(1, columns, weights)
     levels = (spread * LEVELS).round().to(torch.uint8).cpu()

@@ -1,0 +1,552 @@
+"""A kind of cache that breaks a promise is found, by the claim that names the promise."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama import testing
+from llama.args import ModelArgs
+from llama.kv_cache import Attended, ConcatCache, Int8Cache, KVCache, QuestCache, SnapKVCache, StaticCache
+from llama.kv_cache.published import H2OCache, KnormCache
+from llama.kv_cache.window import WindowCache
+from llama.rows import Rows
+from llama.testing import SIZES, Broken, check_cache_kind
+
+Claim = Callable[[ModelArgs], bool]
+BREAKS: dict[str, Claim] = {}
+
+
+def breaks(claim: Claim) -> Callable[[type[KVCache]], type[KVCache]]:
+    """Register a class by its name as a kind of cache that breaks a claim."""
+
+    def register(cls: type[KVCache]) -> type[KVCache]:
+        KVCache.kinds[cls.__name__], BREAKS[cls.__name__] = cls, claim
+        return cls
+
+    return register
+
+
+# ---- kinds that store what they are given ----------------------------------------------------------------------------
+
+
+@breaks(testing.lossless_in_any_chunks)
+class Rounds(StaticCache):
+    """Claims to be lossless, but rounds."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk, (xv * 16).round() / 16)
+
+
+@breaks(testing.texts_leave_nothing_behind)
+class Remembers(StaticCache):
+    """The next text sees a text."""
+
+    lossless = False
+    extra: Tensor | None = None
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        values = values if self.extra is None else values + self.extra
+        self.extra = xv.mean() if self.extra is None else self.extra + xv.mean()
+        return keys, values
+
+
+@breaks(testing.rows_do_not_touch_each_other)
+class Crosstalk(StaticCache):
+    """Rows affect each other."""
+
+    lossless = False
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        return keys, values + xv.mean()
+
+
+@breaks(testing.bytes_are_as_predicted)
+class Hides(StaticCache):
+    """Stores tensors in a list, where they are not counted."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden = [xk.clone()]
+        return super().update(rows, xk, xv)
+
+    def free(self) -> None:
+        super().free()
+        self.hidden = []
+
+
+@breaks(testing.bytes_are_as_predicted)
+class Doubles(StaticCache):
+    """Grows more than it predicts, but not for a prompt."""
+
+    def _grow(self, rows: int, length: int, like: Tensor) -> None:
+        super()._grow(rows, length if self.keys is None else self.args.max_seq_len, like)
+
+
+@breaks(testing.rows_may_leave)
+class Stays(StaticCache):
+    """Does not move rows."""
+
+    def select_rows(self, rows: Sequence[int]) -> None: ...
+
+
+@breaks(testing.a_copy_goes_on_by_itself)
+class Shares(StaticCache):
+    """Its copy is the cache itself."""
+
+    def copy(self) -> KVCache:
+        return self
+
+
+@breaks(testing.the_first_row_may_be_repeated)
+class Forgets(StaticCache):
+    """Does not change the other rows."""
+
+    def repeat_first_row(self, rows: int) -> None: ...
+
+
+@breaks(testing.a_text_may_be_truncated)
+class Truncates(ConcatCache):
+    """Claims that it can be truncated, but depends on what was fed behind."""
+
+    lossless = False
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.most = max(getattr(self, "most", 0), keys.shape[1])
+        return keys, values * (2 if keys.shape[1] < self.most else 1)
+
+    def free(self) -> None:
+        super().free()
+        self.most = 0
+
+
+@breaks(testing.a_state_is_all_that_a_cache_needs)
+class Counts(StaticCache):
+    """Its results depend on a number that is missing from its state."""
+
+    lossless = False
+
+    calls = 0
+
+    def free(self) -> None:
+        super().free()
+        self.calls = 0
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.calls += 1
+        return keys, values * (2 if self.calls == 1 else 1)
+
+
+@breaks(testing.bad_writes_are_refused)
+class Takes(StaticCache):
+    """Rejects nothing."""
+
+    def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
+        pass
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class SwapsHeads(StaticCache):
+    """Returns the values of the other head."""
+
+    lossless = False
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        return keys, values.flip(2)
+
+
+@breaks(testing.lossless_in_any_chunks)
+class IsLate(StaticCache):
+    """Returns the values one position late."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        return keys, values.roll(1, dims=1)
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class HidesTheNewest(StaticCache):
+    """A token does not see itself, except at position 0."""
+
+    lossless = False
+
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor:
+        positions = torch.arange(rows.end)
+        queries = torch.tensor(rows.starts)[:, None, None] + torch.arange(rows.width)[:, None]
+        return (positions < queries) | (positions + queries == 0)
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class SumsRows(StaticCache):
+    """Stores the keys of a row with those of the row before it."""
+
+    lossless = False
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk + xk.roll(1, dims=0) * (len(xk) > 1), xv)
+
+
+@breaks(testing.lossless_to_the_bit_in_exact_mode)
+class RoundsTheLastBit(StaticCache):
+    """Differs from what was given by the last bit."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(rows, xk, xv * (1 + torch.finfo(xv.dtype).eps))
+
+
+@breaks(testing.bytes_are_as_predicted)
+class StoresWideValues(ConcatCache):
+    """Stores values in twice as many bits as it says."""
+
+    lossless = False
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.wide = values.double()
+        return keys, values
+
+    def free(self) -> None:
+        super().free()
+        self.wide: Tensor | None = None
+
+
+@breaks(testing.bytes_are_as_predicted)
+class StoresFullKeys(Int8Cache):
+    """Claims 8 bits, and stores the keys in full precision beside the codes."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.whole_keys: Tensor | None = keys.clone()
+        return keys, values
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class TakesTheOtherHead(Int8Cache):
+    """Dequantises the values of the other head."""
+
+    def _whole(self, side: str, starts: Sequence[int], new: Tensor) -> Tensor:
+        whole = super()._whole(side, starts, new)
+        if side == "value" and max(starts) > 32:
+            whole[:, :32] = whole[:, :32].flip(2)
+        return whole
+
+
+@breaks(testing.a_prompt_in_chunks_stores_the_same)
+class SinksOfEachCall(WindowCache):
+    """Takes the first tokens of each call for sinks."""
+
+    def configure(self, params: str) -> None:
+        super().configure("20+3")
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        assert self.values is not None
+        if rows.width > 3:
+            self.values[: len(xv), :3] = xv[:, :3]
+        return keys, values
+
+
+# ---- kinds that keep what scores highest -----------------------------------------------------------------------------
+
+
+@breaks(testing.bytes_are_as_predicted)
+class DropsNothing(KnormCache):
+    """Keeps all keys."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        return torch.ones_like(scores, dtype=torch.bool)
+
+
+@breaks(testing.bytes_are_as_predicted)
+class DropsOneMore(KnormCache):
+    """Keeps a key less than it says."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        return super().choose(scores, budget - 1)
+
+
+@breaks(testing.bytes_are_as_predicted)
+class OneHeadOnly(KnormCache):
+    """Drops keys of head 0 alone."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        kept = super().choose(scores, budget)
+        kept[1:] = True
+        return kept
+
+
+@breaks(testing.bytes_are_as_predicted)
+class NeverCompresses(KnormCache):
+    """Does not notice the end of a prompt."""
+
+    def observe(self, attended: Attended) -> None:
+        super().observe(replace(attended, rows=replace(attended.rows, prompt_ends=False)))
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class FirstRowOnly(KnormCache):
+    """Compresses row 0 alone."""
+
+    def _compressed(self, attended: Attended, row: int, old: Tensor | None) -> dict[str, Tensor]:
+        share, self.share = self.share, self.share if row == 0 else self.share.__class__(1)  # type: ignore[misc]
+        try:
+            return super()._compressed(attended, row, old)
+        finally:
+            self.share = share
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class CountsPadding(KnormCache):
+    """Takes a share of the prompt with its padding."""
+
+    def observe(self, attended: Attended) -> None:
+        self.width = attended.rows.width
+        super().observe(attended)
+
+    def budget(self, positions: int) -> int:
+        return super().budget(getattr(self, "width", positions))
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class StoresPadding(KnormCache):
+    """Scores rows with their padding, and keeps it."""
+
+    def observe(self, attended: Attended) -> None:
+        rows = attended.rows
+        padded = replace(rows, lengths=(rows.width,) * len(rows.lengths))
+        self._note_ends(padded.starts, padded.lengths)
+        super().observe(replace(attended, rows=padded))
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class DrawsAnew(KnormCache):
+    """Draws scores from the global random numbers."""
+
+    def score(self, attended: Attended) -> Tensor:
+        return torch.rand(attended.keys.shape[2], attended.keys.shape[1])
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class OneBudget(KnormCache):
+    """Keeps of every row what the first row of all may keep."""
+
+    first: int | None = None
+
+    def budget(self, positions: int) -> int:
+        self.first = self.first or super().budget(positions)
+        return min(positions, self.first)
+
+
+@breaks(testing.a_prompt_in_chunks_stores_the_same)
+class ReadsTheLastCall(SnapKVCache):
+    """Does not say that the last call of a prompt decides."""
+
+    whole_prompt = False
+
+    def configure(self, params: str) -> None:
+        super().configure("30")
+
+
+@breaks(testing.a_prompt_in_chunks_stores_the_same)
+class EveryCallEndsAPrompt(KnormCache):
+    """Compresses after the first call of several tokens."""
+
+    def observe(self, attended: Attended) -> None:
+        super().observe(replace(attended, rows=replace(attended.rows, prompt_ends=attended.rows.width > 1)))
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class OtherPositions(KnormCache):
+    """Reports the positions in another order than the keys."""
+
+    def _compressed(self, attended: Attended, row: int, old: Tensor | None) -> dict[str, Tensor]:
+        made = super()._compressed(attended, row, old)
+        return made | {"kept_positions": made["kept_positions"].flip(0)}
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class OneHeadForAll(KnormCache):
+    """Stores the keys of head 0 for every head, with the choice of each head."""
+
+    def _compressed(self, attended: Attended, row: int, old: Tensor | None) -> dict[str, Tensor]:
+        first = replace(attended, values=attended.values[:, :, :1].expand_as(attended.values))
+        return super()._compressed(first, row, old)
+
+
+@breaks(testing.a_token_reads_what_was_given)
+class ReadsWhatPads(KnormCache):
+    """Lets a head with few keys read what pads them."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        return torch.stack((super().choose(scores, budget + 5)[0], super().choose(scores, budget - 5)[1]))
+
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
+        seen = super().visible(rows, xq)
+        return None if seen is None else seen.any(1, keepdim=True).expand_as(seen)
+
+
+@breaks(testing.rows_may_leave)
+class KeepsTheCounts(KnormCache):
+    """Moves the keys of rows, and not the counts of their heads."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        more = scores.shape[1] % 3
+        return torch.stack((super().choose(scores, budget + more)[0], super().choose(scores, budget - more)[1]))
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        counts = self._counts
+        super().select_rows(rows)
+        self._counts = counts[: len(rows)]
+
+
+@breaks(testing.the_first_row_may_be_repeated)
+class RepeatsTheNewest(KnormCache):
+    """Repeats only what is behind the prompt."""
+
+    def repeat_first_row(self, rows: int) -> None:
+        before = self._split()
+        super().repeat_first_row(rows)
+        self._join([before[row % len(before)] for row in range(rows)])
+
+
+@breaks(testing.a_copy_goes_on_by_itself)
+class CopiesShare(KnormCache):
+    """A copy shares the memory behind the prompt."""
+
+    def copy(self) -> "CopiesShare":
+        made = super().copy()
+        self._take(len(self._ends), 1, like=made.keys)  # type: ignore[arg-type]
+        made.keys, made.values = self.keys, self.values
+        return made
+
+
+@breaks(testing.a_state_is_all_that_a_cache_needs)
+class LosesBases(KnormCache):
+    """Restores rows as if their prompt began where it ends."""
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        super().restore(state, rows, length)
+        self._bases = [max(base - 1, 0) for base in self._bases]
+
+
+@breaks(testing.a_state_is_all_that_a_cache_needs)
+class LosesScores(H2OCache):
+    """Restores rows with scores of zero."""
+
+    def configure(self, params: str) -> None:
+        super().configure("12")
+
+    def restore(self, state: Mapping[str, Tensor], rows: int, length: int) -> None:
+        super().restore(state, rows, length)
+        if self.kept_scores is not None:
+            self.kept_scores = torch.zeros_like(self.kept_scores)
+
+
+@breaks(testing.a_text_may_be_truncated)
+class TruncatesAnywhere(H2OCache):
+    """Says that it can go on from everywhere."""
+
+    def configure(self, params: str) -> None:
+        super().configure("12")
+
+    def truncate(self, position: int) -> bool:
+        return True
+
+    def _refusal(self, row: int, start: int, end: int) -> str | None:
+        return None
+
+
+@breaks(testing.bytes_are_as_predicted)
+class GrowsInLargerSteps(KnormCache):
+    """Allocates 96 positions at a time behind the prompt."""
+
+    def _take(self, rows: int, length: int, like: Tensor, *, anew: bool = False) -> None:
+        super()._take(rows, length if anew or not any(self._bases) else -(-length // 96) * 96, like, anew=anew)
+
+
+@breaks(testing.bytes_are_as_predicted)
+class PredictsForOneRow(KnormCache):
+    """Predicts the bytes of the longest row alone."""
+
+    def kept_of(self, prompt: int, end: int) -> int:
+        return super().kept_of(min(prompt, 31), end)
+
+
+@breaks(testing.bytes_are_as_predicted)
+class FreesHalf(KnormCache):
+    """Stores the whole prompt until the text is freed."""
+
+    def observe(self, attended: Attended) -> None:
+        super().observe(attended)
+        if attended.rows.prompt_ends:
+            self.prompt: Tensor | None = attended.keys.clone()
+
+
+@breaks(testing.texts_leave_nothing_behind)
+class AddsToTheScores(H2OCache):
+    """Adds the scores of the text before."""
+
+    old: Tensor | None = None
+
+    def score(self, attended: Attended) -> Tensor:
+        scores = super().score(attended)
+        if type(self).old is not None:
+            scores = scores + 9 * F.pad(type(self).old, (0, scores.shape[1]))[:, : scores.shape[1]]
+        type(self).old = scores
+        return scores
+
+
+# ---- kinds that read a part ------------------------------------------------------------------------------------------
+
+
+@breaks(testing.a_row_stores_the_same_in_a_batch)
+class BoundsOfOneRow(QuestCache):
+    """Takes the bounds of row 0 for all rows."""
+
+    def configure(self, params: str) -> None:
+        super().configure("32")
+
+    def _bound(self, rows: slice, start: int, end: int) -> None:
+        super()._bound(rows, start, end)
+        for bounds in (self.lows, self.highs):
+            assert bounds is not None
+            bounds[:] = bounds[:1].clone()
+
+
+@breaks(testing.bytes_are_as_predicted)
+class ForgetsThePages(QuestCache):
+    """Predicts the bytes of keys and values alone."""
+
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        return StaticCache.predicted_bytes(self, prompts=prompts, ends=ends, reserved=reserved, itemsize=itemsize)
+
+
+@breaks(testing.a_prompt_in_chunks_stores_the_same)
+class BoundsWholePages(QuestCache):
+    """Leaves out the page in which a call begins."""
+
+    def configure(self, params: str) -> None:
+        super().configure("32")
+
+    def _bound(self, rows: slice, start: int, end: int) -> None:
+        super()._bound(rows, min(-(-start // 16) * 16, end - 1), end)
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_a_kind_that_breaks_a_promise_is_found_by_its_claim(kind: str) -> None:
+    with torch.inference_mode(), pytest.raises((Broken, RuntimeError, ValueError)):
+        BREAKS[kind](replace(SIZES, kv_cache=kind))
+
+
+def test_a_broken_kind_fails_the_whole_check() -> None:
+    with pytest.raises(Broken):
+        check_cache_kind("Remembers")
