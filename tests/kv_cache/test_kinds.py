@@ -228,7 +228,7 @@ def test_the_attention_of_the_last_queries_is_that_by_which_they_read_the_values
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", [*OURS, "observing"])
+@pytest.mark.parametrize("kind", [*WHOLE[:-1], "observing"])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
     """For a text that the cache stores completely; in chunks, steps and ragged rows."""
     model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
