@@ -109,8 +109,8 @@ class PlainStepper:
     def _share_prefix(self) -> int:
         """Feed the common prefix once, unless it is cached, and copy it to every row; return its length."""
         batch, shared, rows = self.batch, self.batch.request.shared, len(self.batch.rows)
-        begin = batch.held
-        if shared > begin:
+        begin, whole = batch.held, self.cache is not None and self.cache.whole_prompt
+        if shared > begin and not whole:
             logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
             self._feed(padded([batch.texts[0][begin:shared]], batch.device), Rows.at([begin], [shared - begin]))
             begin = shared

@@ -37,6 +37,7 @@ class Cache:
     A cache serves one call at a time. A second call during the first one raises RuntimeError, in any thread. Two
     threads that take turns on one cache mix their texts, and this class cannot detect that: use one cache per text.
     kind: the name that the cache was made by. bound: the most positions that it stores; None if there is no limit.
+    whole_prompt: what it stores depends on how a prompt is cut into calls.
     source: the source of its keys and values; None before the first call.
     """
 
@@ -44,6 +45,7 @@ class Cache:
         self.layers, self.kind = list(layers), kind
         bounds = [layer.bound for layer in self.layers if layer.bound is not None]
         self.bound = max(bounds) if len(bounds) == len(self.layers) else None
+        self.whole_prompt = any(layer.whole_prompt for layer in self.layers)
         self.source: Source | None = None
         self._call = Lock()
         self._turn = RLock()  # shared by copies that share memory
