@@ -31,7 +31,7 @@ CACHE_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SWEEP_CONTEXTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
 FULL = "static"  # the kind of cache that the others are compared with
-KIND_CONTEXTS = (1024, 2048, 4096, 8192)
+KIND_CONTEXTS = (1024, 8192)
 WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
 LENGTH = 2048  # tokens of the text at whose end a kind is judged
 # From the most to the least: scored tokens at the end of the text, greedy tokens, needle lengths, seeds of each.

@@ -102,6 +102,10 @@ TABLE_COLUMNS = {
     ),
     "mean_kl": Column("mean KL, nats", "the divergence from the prediction of the model without a cache", form=".2g"),
     "perplexity": Column("perplexity", "of the text, fed token by token so that each reads the cache", form=".3f"),
+    "found": Column("found", "secrets found with the question fed token by token behind the prompt"),
+    "found_question_seen": Column(
+        "found, question seen", "secrets found with the question in the prompt: a kind that compresses it sees it"
+    ),
     "tokens_fed": Column("tokens fed", "as was seen going through the model"),
     "save_seconds": Column("saved, s", "a session's file is written", form=".3f"),
     "load_seconds": Column("loaded, s", "the file is read into a new session just after it was written", form=".3f"),

@@ -33,6 +33,8 @@ SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_byte
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 FIT_COLUMNS = ("kv_caching", "exponent", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
+FOUND = ("found", "found_question_seen")
+KIND_CHECKS = ("bytes", "dropped", "rounded", "sees a key")  # of llama/bench/run/kind_validity.py
 KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
 PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")
 DISK_COLUMNS = ("computed_by", "tokens", "file_bytes", "save_seconds", "load_seconds", "feed_seconds", "n")
@@ -158,7 +160,7 @@ def check_words(check: Row) -> str:
     return f"{check['name']}: {check['detail']}" if check.get("detail") else str(check["name"])
 
 
-def validity_table(report: Report) -> Table:
+def acted_table(report: Report) -> Table:
     """Return a row for each check and a column for each cell."""
     views = [one for one in in_table_order(cell_views(report)) if one.checks]
     names = dict.fromkeys(check["name"] for one in views for check in one.checks)
@@ -195,7 +197,8 @@ def cache_tables(report: Report) -> list[Table]:
         for figures in ("step", "needle")
     )
     for row in needles:
-        row["found"] = f"{row['found']} of {row['tries']}" if row["judged"] else NOT_JUDGED
+        for name in FOUND:
+            row[name] = f"{row[name]} of {row['tries']}" if row["judged"] else NOT_JUDGED
     known = {row["kind"]: row for row in kind_rows(report)}
     names = [cell["kv_cache"] for cell in report["cells"]]
     kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
@@ -211,8 +214,22 @@ def cache_tables(report: Report) -> list[Table]:
     return [
         view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
         view("Bytes and time by context", columns, steps, notes),
-        view("Secrets found in a long text", ("kind", "context", "cache_bytes", "found"), needles),
+        view("Secrets found in a long text", ("kind", "context", "cache_bytes", *FOUND), needles),
+        acted_table(report),
     ]
+
+
+def validity_table(report: Report) -> Table:
+    """Return whether each kind did what its name says, a column for each check; below, what was seen if it did not."""
+    kinds: dict[str, dict[str, str]] = {}
+    notes = []
+    for row in rows_of(report, "check"):
+        if row["name"] in KIND_CHECKS:
+            kind = cell_of(report, row).kv_cache
+            kinds.setdefault(kind, {"kind": kind})[row["name"]] = row["status"]
+            if row["status"] == "violated":
+                notes.append(f"{kind}: {row['name']}: {row['detail']}")
+    return view("Did each kind act?", ("kind", *KIND_CHECKS), list(kinds.values()), notes)
 
 
 def kind_rows(report: Report) -> list[dict[str, Any]]:

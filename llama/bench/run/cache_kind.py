@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llama.bench.cell import Cell
 from llama.bench.run.engines import forwards_by_runner, path_of
+from llama.bench.run.kind_validity import judge_kind
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import Source, find_model
 from llama.bench.run.needle import DEPTHS, Haystack, finds
@@ -112,8 +113,11 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     row["nll"] = found.other_nll
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
-    row |= {**_size(model, cache, prompt_len, length - 1), **greedy_divergence(model, ids[: length - greedy], greedy)}
-    return {"rows": [row, *_needle_rows(model, source, plan, text)]}
+    size = _size(model, cache, prompt_len, length - 1)
+    row |= {**size, **greedy_divergence(model, ids[: length - greedy], greedy)}
+    rounds = is_quantized(cache, model.dtype.itemsize)
+    checks = judge_kind(model, cache, ids[:-1], predicted=size["predicted_cache_bytes"], quantized=rounds)
+    return {"rows": [row, *checks, *_needle_rows(model, source, plan, text)]}
 
 
 def _reference(model: Transformer, ids: Sequence[int], scored: int) -> Tensor:
@@ -161,8 +165,10 @@ def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], text:
     haystack, tries = Haystack(source.tokenizer, read_corpus()), [*product(DEPTHS, range(plan["needle_seeds"]))]
     rows: list[Row] = []
     for length in plan["needle_lengths"]:
-        found = sum(finds(model, haystack.hide(length=length, depth=depth, seed=seed)) for depth, seed in tries)
+        hidden = [haystack.hide(length=length, depth=depth, seed=seed) for depth, seed in tries]
+        row: Row = {"figures": "needle", "context": length, "tries": len(tries)}
+        row["found"] = sum(finds(model, one) for one in hidden)
+        row["found_question_seen"] = sum(finds(model, one, question_seen=True) for one in hidden)
         cache = filled_cache(model, length, text, reserved=length)
-        row: Row = {"figures": "needle", "context": length, "tries": len(tries), "found": found}
         rows.append({**row, **_size(model, cache, length, length)})
     return rows

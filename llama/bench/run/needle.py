@@ -78,12 +78,15 @@ class Haystack:
         return self.tokenizer.encode(text, bos=False, eos=False)
 
 
-def finds(model: Transformer, hidden: Hidden) -> bool:
+def finds(model: Transformer, hidden: Hidden, *, question_seen: bool = False) -> bool:
     """Return whether the model continues greedily with the secret, with its own kind of cache.
 
     The secret is fed: the model would write it if each of its tokens is the most likely one after those before.
+    question_seen: the question is part of the prompt, so that a kind that compresses a prompt sees it. Otherwise it is
+    fed token by token behind the prompt.
     """
     ids = [*hidden.haystack, *hidden.question, *hidden.secret]
-    with closing(next_logits(model, ids, prompt_len=len(hidden.haystack))) as steps:
-        of_secret = islice(steps, len(hidden.question), None)
+    behind = 0 if question_seen else len(hidden.question)
+    with closing(next_logits(model, ids, prompt_len=len(hidden.haystack) + len(hidden.question) - behind)) as steps:
+        of_secret = islice(steps, behind, None)
         return all(int(logits.argmax()) == id for logits, id in zip(of_secret, hidden.secret, strict=True))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from llama.bench.schema import Row
-from llama.kv_cache import Cache
+from llama.kv_cache import Attended, Cache, ScoredCache
 from llama.model import Transformer
+from llama.ops import Scoring
 from llama.rows import Rows
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
@@ -104,11 +105,12 @@ def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int, *, rese
 def filled_cache(model: Transformer, length: int, ids: Sequence[int], *, reserved: int) -> Cache:
     """Return a cache of one row with `length` positions, and memory for `reserved` of them.
 
-    Random keys and values are written without a forward: bytes and times depend on lengths alone. A kind that observes
-    attention, or that drops keys at the end of a prompt, is fed a real prompt: the text of `ids`, again and again.
+    Random keys and values are written without a forward: bytes and times depend on lengths alone. A kind that keeps the
+    highest scores gets random scores. Another kind that observes attention, or that stores other bytes than predicted,
+    is fed a real prompt: the text of `ids`, again and again.
     """
     cache = model.new_cache(rows=1, length=reserved)
-    if not any(layer.observes for layer in cache.layers):
+    if not any(layer.observes and not isinstance(layer, ScoredCache) for layer in cache.layers):
         _write_random(model, cache, length)
         stored = bytes_of(model, cache, length, length, reserved=reserved)
         if stored["cache_bytes"] == stored["predicted_cache_bytes"]:
@@ -131,4 +133,17 @@ def _write_random(model: Transformer, cache: Cache, length: int) -> None:
         rows = Rows.at([begin], [seqlen], prompt_ends=begin + seqlen == length)
         for layer in cache.layers:
             new = torch.randn((2, 1, seqlen, layer.args.n_kv_heads, layer.args.head_dim), generator=stream).to(like)
-            layer.update(rows, new[0], new[1])
+            keys, values = layer.update(rows, new[0], new[1])
+            if isinstance(layer, ScoredCache):
+                _score_at_random(layer, rows, keys, values)
+
+
+def _score_at_random(layer: ScoredCache, rows: Rows, keys: Tensor, values: Tensor) -> None:
+    """Let a kind drop keys as if its scores were random; they may depend on what only a forward has."""
+    nothing = keys[:, :1].expand(-1, rows.width, -1, -1)
+    scoring = Scoring(layer.layer, layer.key_positions())
+    seen = Attended(None, rows, nothing, nothing, keys, values, layer.visible(rows, nothing), scoring)
+    stream = torch.Generator().manual_seed(layer.layer)
+    layer.score = lambda attended: torch.rand(attended.keys.shape[2:0:-1], generator=stream).to(keys.device)  # type: ignore[method-assign]
+    layer.observe(seen)
+    del layer.score

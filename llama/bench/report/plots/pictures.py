@@ -29,7 +29,7 @@ PART_COLORS = dict(zip(PARTS, SHADES, strict=True))
 def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     painters = {"time": draw_time, "memory": draw_memory, "steps": draw_steps, "speedup": draw_speedup}
-    painters["kinds"] = draw_kinds
+    painters |= {"kinds": draw_kinds, "pareto": draw_pareto}
     with matplotlib.rc_context(canvas.STYLE):
         found = {name: figure for name, draw in painters.items() if (figure := draw(report)) is not None}
         for figure in found.values() if is_noisy(report) else ():
@@ -190,6 +190,49 @@ def draw_kinds(report: Report) -> Figure | None:
     canvas.draw_bars(axes[1], names, seconds, "time per token, ms", ".3g")
     canvas.draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=palette.ANEW.light, missing=NOT_JUDGED)
     return figure
+
+
+def draw_pareto(report: Report) -> Figure | None:
+    """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
+    rows = kind_rows(report) if report["preset"] == "caches" else []
+    rows = [row for row in rows if row["judged"] and row.get("cache_bytes") and row.get("step_seconds")]
+    if len(rows) < 3:
+        return None
+    other = [100 * (1 - row["top1_agreement"]) for row in rows]
+    panels = (("KV cache, MB", [row["cache_bytes"] / MB for row in rows]),
+              ("time per token, ms", [1e3 * statistics.median(row["step_seconds"]) for row in rows]))  # fmt: skip
+    best = [rows[place]["kind"] for place in _unbeaten(panels[0][1], other)]
+    words = f"Of {len(rows)} kinds, none has both fewer bytes and fewer other tokens than {' or '.join(best)}"
+    tall = max(3.6, 0.8 + 0.24 * len(rows))
+    below = f"one row of {rows[0]['context']:,} tokens; lower and further left is better; line: kinds that none beats"
+    figure, axes = canvas.new_figure(words, below, heights=[tall] * 2, times=(1,), legend=False, sharey=True)
+    for ax, (name, values) in zip(axes, panels, strict=True):
+        ax.set_yscale("symlog", linthresh=0.1)
+        ax.scatter(values, other, s=26, color=palette.CACHE.light, zorder=3)
+        front = _unbeaten(values, other)
+        ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.FAINT.light, lw=1)
+        ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
+        ax.yaxis.set_major_formatter("{x:g}")
+    axes[0].set_ylabel("other top-1 token, % (log scale)")
+    # Names stand in a column at the right, in the order of the points, each with a line to its point.
+    line_to: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light, "lw": 0.8, "shrinkA": 1, "shrinkB": 3}
+    order = sorted(range(len(rows)), key=lambda place: (-other[place], panels[1][1][place]))
+    for line, place in enumerate(order):
+        at = 1 - (line + 0.5) / len(order)
+        axes[1].annotate(
+            rows[place]["kind"], (panels[1][1][place], other[place]), (1.06, at), textcoords="axes fraction",
+            va="center", arrowprops=line_to,
+        )  # fmt: skip
+    return figure
+
+
+def _unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Return the places for which no other has a lower cost and a loss that is not higher, from low to high cost."""
+    found: list[int] = []
+    for place in sorted(range(len(costs)), key=lambda place: (costs[place], losses[place])):
+        if not found or losses[place] < losses[found[-1]]:
+            found.append(place)
+    return found
 
 
 def _job(report: Report, grouped: Sequence[Sequence[CellView]] = ()) -> str:

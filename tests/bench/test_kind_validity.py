@@ -1,0 +1,96 @@
+"""A kind of cache that does not act as its name says is found in what its cache stores and returns."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from oracles import some_tokens, tiny_model
+from torch import Tensor
+
+from llama.bench.run.kind_validity import judge_kind
+from llama.kv_cache import Int8Cache, KVCache, StaticCache
+from llama.kv_cache.published import KnormCache
+from llama.rows import Rows
+
+LENGTH = 100
+
+
+class StoresAll(KnormCache, kind="stores all"):
+    """Drops nothing in its last layer."""
+
+    def choose(self, scores: Tensor, budget: int) -> Tensor:
+        return torch.ones_like(scores, dtype=torch.bool) if self.layer else super().choose(scores, budget)
+
+
+class InPlainKeys(Int8Cache, kind="in plain keys"):
+    """Claims 8 bits, and returns the keys as they came."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        _, values = super().update(rows, xk, xv)
+        old = getattr(self, "_plain", xk[:, :0])
+        self._plain = torch.cat((old, xk), dim=1)
+        return self._plain, values
+
+
+class Zeros(StaticCache, kind="zeros"):
+    """Returns zeros for what is older than 50 tokens."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        return keys, torch.cat((values[:, :-50] * 0, values[:, -50:]), dim=1)
+
+
+class Blind(StaticCache, kind="blind"):
+    """A token does not see itself."""
+
+    lossless = False
+
+    def visible(self, rows: Rows, xq: Tensor) -> Tensor:
+        return (torch.arange(rows.end) < torch.arange(rows.width)[:, None] + rows.starts[0]) | (rows.starts[0] == 0)
+
+
+class Larger(StaticCache, kind="larger"):
+    """Stores more than it predicts."""
+
+    def predicted_bytes(
+        self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
+    ) -> int:
+        return super().predicted_bytes(prompts=prompts, ends=ends, reserved=reserved, itemsize=itemsize) - 1
+
+
+def judged(kind: str, *, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    model, ids = tiny_model(max_seq_len=256, head_dim=32, dtype=dtype), some_tokens(1, LENGTH)
+    cache = model.new_cache(kind, rows=1, length=LENGTH)
+    with torch.inference_mode():
+        model(ids, Rows.at([0], [LENGTH], prompt_ends=True), cache=cache)
+    predicted = cache.predicted_bytes(
+        prompts=[LENGTH], ends=[LENGTH], reserved=(1, LENGTH), itemsize=model.dtype.itemsize
+    )
+    quantized = any(issubclass(type(layer), Int8Cache) or "int4" in kind for layer in cache.layers)
+    rows = judge_kind(model, cache, ids[0].tolist(), predicted=predicted, quantized=quantized)
+    return {str(row["name"]): str(row["status"]) for row in rows}
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "int8", "int4", "window:20+3", "adakv:0.3", "h2o:20", "quest:16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_kind_of_ours_acts(kind: str, dtype: torch.dtype) -> None:
+    found = judged(kind, dtype=dtype)
+    assert set(found) == {"bytes", "dropped", "rounded", "sees a key"}
+    assert set(found.values()) <= {"ok", "not observed"}
+    assert found["dropped"] == (
+        "ok" if KVCache.named(kind).lossless or kind in ("adakv:0.3", "h2o:20") else "not observed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        ("stores all", {"bytes", "dropped"}),
+        ("in plain keys", {"rounded"}),
+        ("zeros", {"rounded"}),
+        ("blind", {"sees a key"}),
+        ("larger", {"bytes"}),
+    ],
+)
+def test_a_kind_that_does_not_act_is_found_by_its_own_check(kind: str, broken: set[str]) -> None:
+    assert {name for name, status in judged(kind).items() if status == "violated"} == broken
