@@ -21,7 +21,7 @@ from llama.kv_cache import Cache, Int4Cache, Int8Cache, KVCache, PagedCache, Sta
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.kv_cache.paged import BLOCK
-from llama.kv_cache.quantized import GROUP, QuantizedCache
+from llama.kv_cache.quantized import QuantizedCache
 from llama.rope import RopeTable
 from llama.rows import Rows
 
@@ -117,12 +117,12 @@ class NativeCache:
             raise Unsupported("the layers' caches were written up to different positions")
         first._refuse_what_is_gone(rows.starts)
         first.args.check_room(bsz, rows.end)
-        groups, codes = -(-rows.end // GROUP), first.key_codes
-        fits = codes is not None and codes.shape[0] >= bsz and codes.shape[1] >= groups
+        codes = first.key_codes
+        fits = codes is not None and codes.shape[0] >= bsz and cast(int, first.slots) >= rows.end
         if not (self._unchanged(model, caches) and fits):
             like = _like(model)
             for cache in caches:
-                cache._take(bsz, groups, like=like)
+                cache._take(bsz, rows.end, like=like)
             assert first.key_codes is not None
             rows_held, groups_held = first.key_codes.shape[:2]
             self._write(model, caches, first.sizes(rows_held, groups_held, like))
@@ -199,15 +199,15 @@ def _unknown(cache: KVCache) -> str:
     return f"{name} has no fast step; these kinds have one: {', '.join(names[kind] for kind in KINDS)}"
 
 
-def steps_left(cache: Cache, starts: Sequence[int], room: CacheRoom) -> int:
+def steps_left(cache: Cache, starts: Sequence[int]) -> int:
     """Return the number of steps that can follow a step at `starts` in the allocated memory, one token a row each.
 
     Holds if the same rows are fed and no other code changes the cache.
     """
-    kind = type(cache.layers[0])
-    if kind is PagedCache:  # up to the end of the first block that is full
+    first = cache.layers[0]
+    if isinstance(first, PagedCache):  # up to the end of the first block that is full
         return min(-(start + 1) % BLOCK for start in starts)
-    return room.slots * (GROUP if issubclass(kind, QuantizedCache) else 1) - max(starts) - 1
+    return cast(int, first.slots) - max(starts) - 1
 
 
 def stored_ends(cache: Cache) -> list[list[int]]:

@@ -230,7 +230,7 @@ class NativeStepper(PlainStepper):
         if call is None or call.cache is None or not call.can_repeat:
             return False
         self._call, self._room, self._described = call, call.cache, call.described
-        self._left = min(steps_left(self._cache, rows.starts, call.cache), call.positions - rows.end)
+        self._left = min(steps_left(self._cache, rows.starts), call.positions - rows.end)
         self._ends, self._shared = stored_ends(self._cache), any(layer.shares_memory for layer in self._cache.layers)
         self._sampler = NativeSampler(self._runner.run, call, self.batch)
         self.batch.maybe_changed = False

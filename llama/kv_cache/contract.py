@@ -247,6 +247,11 @@ class KVCache:
 
     # ---- for kinds to call -------------------------------------------------------------------------------------------
 
+    @property
+    def like(self) -> Tensor | None:
+        """A tensor of the dtype and on the device that new keys and values must have; None if nothing is stored."""
+        return self.keys
+
     def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         """Raise ValueError for keys and values that must not be written.
 
@@ -257,7 +262,7 @@ class KVCache:
             raise ValueError(
                 f"the KV cache takes keys and values of shape {wanted}, not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
-        held = xk if self.keys is None else self.keys
+        held = xk if self.like is None else self.like
         for new in (xk, xv):
             if new.dtype != held.dtype or new.device != held.device:
                 raise ValueError(

@@ -135,7 +135,7 @@
   function drawGrids(moment) {
     const { bits, group } = data.layout;
     const end = moment.fed[0][0] + moment.fed[0][1];
-    const newest = group ? Math.floor((end - 1) / group) * group : 0;
+    const newest = group ? Math.floor((end - 1 - data.layout.window) / group) * group : 0;
     const share = (position, state) => (bits && state !== "room" && position < newest ? bits / data.bits : 1);
     const [pen, cell, height] = drawGrid($("grid-on"), (p, layer) => stateOn(moment, p, layer), share);
     drawBlocks(pen, cell, height, end);

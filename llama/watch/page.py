@@ -157,7 +157,7 @@ def _data(recording: Recording) -> dict[str, Any]:
         "heads": recording.args.n_heads,
         "prompt": recording.prompt_len,
         "bits": 8 * recording.itemsize,
-        "layout": {name: getattr(recording.layout, name) for name in ("bits", "group", "block", "reserved")},
+        "layout": {name: getattr(recording.layout, name) for name in ("bits", "group", "window", "block", "reserved")},
         "texts": [[printable(text) for text in texts] for texts in (recording.texts, recording.texts_off)],
         "attended": layers,
         "counters": list(COUNTERS),

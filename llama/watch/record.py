@@ -22,7 +22,7 @@ from llama.generation import Generation
 from llama.host.cores import LEAST_SECONDS, OtherLoad, is_busy
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.kv_cache.paged import BLOCK, PagedCache
-from llama.kv_cache.quantized import GROUP, QuantizedCache
+from llama.kv_cache.quantized import QuantizedCache
 from llama.model import Transformer
 from llama.ops import Scoring, attention_weights, check_attention
 from llama.quant.layers import weights_of
@@ -83,6 +83,7 @@ class Moment:
 class CacheLayout:
     """How the caches store positions: full groups of `group` in `bits` bits, in blocks of `block`; 0 if not.
 
+    bits: the mean of keys and values. window: the newest positions, which stay in full precision.
     position_bytes: the bytes of a position of a full group in a layer; newest_bytes: those of a newer position.
     reserved: the number of positions allocated from the first step on; 0 for a cache that grows or has a fixed size.
     """
@@ -90,14 +91,16 @@ class CacheLayout:
     kind: str
     position_bytes: int
     newest_bytes: int
-    bits: int
+    bits: float
     group: int
+    window: int
     block: int
     reserved: int
 
     def parts(self, positions: int) -> list[tuple[int, int]]:
         """Return (count, bytes of each in a layer) of the positions in full groups and of the newer ones."""
-        newest = positions % self.group if self.group else 0
+        full = max(positions - self.window, 0)
+        newest = positions - full // self.group * self.group if self.group else 0
         parts = (positions - newest, self.position_bytes), (newest, self.newest_bytes)
         return [(count, nbytes) for count, nbytes in parts if count]
 
@@ -332,13 +335,14 @@ def look(
 
 
 def _layout(cache: KVCache, itemsize: int, reserved: int) -> CacheLayout:
-    args, grouped = cache.args, isinstance(cache, QuantizedCache)
+    args, grouped = cache.args, cache if isinstance(cache, QuantizedCache) else None
     return CacheLayout(
         kind=args.kv_cache,
         position_bytes=cache.position_bytes(itemsize),
         newest_bytes=kv_bytes(1, args.n_kv_heads, args.head_dim, positions=1, itemsize=itemsize),
-        bits=cache.bits if isinstance(cache, QuantizedCache) else 0,
-        group=GROUP if grouped else 0,
+        bits=(grouped.key_bits + grouped.value_bits) / 2 if grouped else 0,
+        group=grouped.group if grouped else 0,
+        window=grouped.window if grouped else 0,
         block=BLOCK if isinstance(cache, PagedCache) else 0,
         reserved=reserved if cache.preallocates else 0,
     )

@@ -33,8 +33,8 @@ from writes import rows_of
 
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.kv_cache import Cache, KVCache, PagedCache, quantized
-from llama.kv_cache.quantized import GROUP, QuantizedCache, _unpacked, quantize
+from llama.kv_cache import Cache, KVCache, PagedCache
+from llama.kv_cache.quantized import GROUP, QuantizedCache, quantize, unpacked
 from llama.model import Transformer
 
 pytestmark = needs_a_compiler
@@ -115,7 +115,8 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
                 for cache in (theirs, ours)
             )
             torch.testing.assert_close(our_scales, scales, rtol=1e-2, atol=1e-3)
-            off = (_unpacked(codes, theirs.bits).int() - _unpacked(ours_codes, ours.bits)).abs()
+            size = getattr(theirs, f"{side}_bits"), theirs.group
+            off = (unpacked(codes, *size).int() - unpacked(ours_codes, *size)).abs()
             assert off.max() <= 1
             assert float(off.float().mean()) < 0.02
 
@@ -273,9 +274,9 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
             assert torch.equal(whole[:, :31], newest[f"{side}s"][:, :31])
             groups = whole.transpose(1, 2)  # (rows, n_kv_heads, GROUP, head_dim)
             if side == "key":
-                wanted = quantize(groups.mT, bits=cache.bits, parts=1)
+                wanted = quantize(groups.mT, bits=cache.key_bits, parts=1)
             else:
-                wanted = quantize(groups, bits=cache.bits, parts=quantized.value_parts(groups.shape[-1]))
+                wanted = quantize(groups, bits=cache.value_bits, parts=cache.value_parts)
             for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
                 held = cache.held()[f"{side}_{part}"][:, 1]
                 assert torch.equal(held, numbers), (side, part)
@@ -437,7 +438,7 @@ def test_a_copy_in_the_middle_has_its_own_memory(kv_cache: str) -> None:
 @pytest.mark.parametrize(
     ("kv_cache", "name", "value"),
     [
-        *(("int8", "bits", 4), ("int8", "unrotated", True), ("int8", "_keep", lambda *given: None)),
+        *(("int8", "key_bits", 4), ("int8", "unrotated", True), ("int8", "_keep", lambda *given: None)),
         *(("int8", "update", lambda *given: None), ("paged", "_take_one", lambda *given: None)),
     ],
 )

@@ -1,7 +1,10 @@
 """Quantised caches equal their definition in plain float64 loops, and the newest tokens are not rounded."""
 
+import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,16 +15,33 @@ from torch import Tensor
 from writes import write
 
 from llama.args import ModelArgs
-from llama.kv_cache import KVCache
-from llama.kv_cache.quantized import GROUP, dequantize, quantize
+from llama.kv_cache import KiviCache, KVCache, RotatedCache
+from llama.kv_cache.quantized import GROUP, dequantize, hadamard, packed, quantize, unpacked
 from llama.rope import RopeTable, rotate
 
 HEADS, HEAD_DIM = 2, 64
-KINDS = {"int8": 8, "int4": 4}
 
 
-def args(kind: str) -> ModelArgs:
-    return tiny_args(dim=128, n_heads=2, n_kv_heads=HEADS, head_dim=HEAD_DIM, kv_cache=kind, max_seq_len=256)
+class Shape(NamedTuple):
+    key_bits: int
+    value_bits: int
+    group: int
+    window: int
+    sinks: int
+    rotates: bool = False
+
+
+KINDS = {
+    "int8": Shape(8, 8, 32, 0, 0),
+    "int4": Shape(4, 4, 32, 0, 0),
+    "rotated:k4v3+20": Shape(4, 3, 64, 20, 4, rotates=True),
+    "rotated:k7v6+64": Shape(7, 6, 64, 64, 4, rotates=True),
+    "kivi:k2v5+40": Shape(2, 5, 32, 40, 0),
+}
+
+
+def args(kind: str, max_seq_len: int = 256) -> ModelArgs:
+    return tiny_args(dim=128, n_heads=2, n_kv_heads=HEADS, head_dim=HEAD_DIM, kv_cache=kind, max_seq_len=max_seq_len)
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
@@ -41,19 +61,32 @@ def by_loops(x: Sequence[float], bits: int) -> list[float]:
     return [code * scale + zero for code in codes]
 
 
-def rounded(keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return a row's full groups, (length, heads, head_dim), as the cache rounds them."""
+def matrix(size: int) -> Tensor:
+    """Return the orthonormal Hadamard matrix: the sign of an entry is the parity of the bits that its places share."""
+    signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) / math.sqrt(size)
+
+
+def rounded(keys: Tensor, values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return what a step after a row, (length, heads, head_dim), reads: old full groups are rounded, but no sinks."""
+    shape, given = KINDS[kind], (keys, values)
     keys, values = keys.clone(), values.clone()
-    for group in range(len(keys) // GROUP):
-        own = slice(group * GROUP, (group + 1) * GROUP)
+    turn = matrix(HEAD_DIM) if shape.rotates else torch.eye(HEAD_DIM, dtype=torch.float64)
+    part = HEAD_DIM if shape.rotates else GROUP
+    groups = max(len(keys) - shape.window, 0) // shape.group
+    for group in range(groups):
+        own = slice(max(group * shape.group, shape.sinks), (group + 1) * shape.group)
         for head in range(HEADS):
             for channel in range(HEAD_DIM):
-                keys[own, head, channel] = torch.tensor(by_loops(keys[own, head, channel].tolist(), bits)).double()
-    for token in range(len(values) // GROUP * GROUP):
+                numbers = by_loops(keys[own, head, channel].tolist(), shape.key_bits)
+                keys[own, head, channel] = torch.tensor(numbers).double()
+    for token in range(groups * shape.group):
         for head in range(HEADS):
-            for first in range(0, HEAD_DIM, GROUP):
-                part = slice(first, first + GROUP)
-                values[token, head, part] = torch.tensor(by_loops(values[token, head, part].tolist(), bits)).double()
+            numbers = (turn @ values[token, head]).tolist()
+            parts = [by_loops(numbers[i : i + part], shape.value_bits) for i in range(0, HEAD_DIM, part)]
+            values[token, head] = turn @ torch.tensor(parts).double().flatten()
+    for side, exact in zip((keys, values), given, strict=True):
+        side[: shape.sinks] = exact[: shape.sinks]
     return keys, values
 
 
@@ -67,7 +100,8 @@ def angles(keys: Tensor, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: str) -> None:
-    length = 2 * GROUP + 5
+    shape = KINDS[kind]
+    length = 2 * shape.group + shape.window + 5
     xk, xv = numbers(length), numbers(length, seed=1)
     cache = KVCache.of(args(kind))
     keys, values = write(cache, 0, xk[None], xv[None])
@@ -75,37 +109,57 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
     torch.testing.assert_close(keys[0], angles(xk, kind))
     new = numbers(1, seed=2)
     keys, values = write(cache, length, new[None], new[None])
-    held_keys, held_values = rounded(xk, xv, KINDS[kind])
+    held_keys, held_values = rounded(xk, xv, kind)
     held_keys, held_values = torch.cat((held_keys, new)), torch.cat((held_values, new))
     # A number half-way between two codes may be rounded either way in float32.
     apart = ((keys[0] - angles(held_keys, kind)).abs() > 1e-3).double().mean()
     assert apart < 1e-3
     assert ((values[0] - held_values).abs() > 1e-3).double().mean() < 1e-3
-    assert torch.equal(values[0, 2 * GROUP : length], xv[2 * GROUP :])
+    for exact in (slice(0, shape.sinks), slice(2 * shape.group, length)):
+        assert torch.equal(values[0, exact], xv[exact])
+    assert not torch.equal(keys[0, : 2 * shape.group], angles(xk, kind)[: 2 * shape.group])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_reads_the_window_as_it_came_at_every_position(kind: str) -> None:
+    """The rows have different lengths, so their groups are quantised at different steps."""
+    shape, steps = KINDS[kind], 2 * KINDS[kind].group + 1
+    given, starts = numbers(2, steps + 120), [110, 3]
+    cache = KVCache.of(args(kind))
+    write(cache, 0, given[:, :110], given[:, :110], lengths=starts)
+    for step in range(steps):
+        ends = [start + step for start in starts]
+        new = given[[0, 1], ends][:, None]
+        _, values = write(cache, ends, new, new)
+        for row, end in enumerate(ends):
+            first = max(end - shape.window, 0) // shape.group * shape.group
+            assert torch.equal(values[row, first : end + 1], given[row, first : end + 1])
+            assert torch.equal(values[row, : min(shape.sinks, end)], given[row, : min(shape.sinks, end)])
+            assert (values[row, shape.sinks : first] != given[row, shape.sinks : first]).any(-1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
-@given(cuts=st.lists(st.integers(1, 99), max_size=8), seed=st.integers(0, 99))
+@given(cuts=st.lists(st.integers(1, 199), max_size=8), seed=st.integers(0, 99))
 def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
     kind: str, cuts: list[int], seed: int
 ) -> None:
     """For given keys and values; in a model they depend on what a chunk attends to."""
-    xk, xv = numbers(100, seed=seed), numbers(100, seed=seed + 1)
+    xk, xv = numbers(200, seed=seed), numbers(200, seed=seed + 1)
     new = numbers(1, seed=3)[None]
     whole, cut = KVCache.of(args(kind)), KVCache.of(args(kind))
     write(whole, 0, xk[None], xv[None])
-    edges = sorted({0, 100, *cuts})
+    edges = sorted({0, 200, *cuts})
     for a, b in pairwise(edges):
         write(cut, a, xk[None, a:b], xv[None, a:b])
-    for ours, theirs in zip(write(cut, 100, new, new), write(whole, 100, new, new), strict=True):
+    for ours, theirs in zip(write(cut, 200, new, new), write(whole, 200, new, new), strict=True):
         # A group that was filled in two calls was rounded from the same numbers.
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
-@given(st.lists(st.integers(1, 100), min_size=2, max_size=4))
+@given(st.lists(st.integers(1, 150), min_size=2, max_size=4))
 def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
     """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""
     longest = max(lengths)
@@ -124,7 +178,7 @@ def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
             assert torch.equal(ours[row, : length + 1], theirs[0])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_number_comes_back_within_half_a_step(bits: int, parts: int) -> None:
     x = numbers(3, GROUP).transpose(1, 2)
@@ -137,7 +191,7 @@ def test_a_number_comes_back_within_half_a_step(bits: int, parts: int) -> None:
     assert ((back - x).abs() <= step / 2 + slack).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e-7, 6e4])
 def test_a_constant_comes_back_as_it_was(bits: int, value: float) -> None:
     x = torch.full((GROUP, HEAD_DIM), value)
@@ -146,7 +200,39 @@ def test_a_constant_comes_back_as_it_was(bits: int, value: float) -> None:
         torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [16, 32, 96, 64, 128])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_a_code_is_in_planes_of_its_bits(bits: int, group: int, length: int) -> None:
+    codes = torch.randint(2**bits, (3, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    stored = packed(codes, bits, group)
+    assert stored.shape == (3, length * bits // 8)
+    assert torch.equal(unpacked(stored, bits, group), codes)
+    run = next((size for size in (group, 32) if length % size == 0), length)
+    for row in range(3):
+        found, place = [0] * length, 0
+        for first in range(0, length, run):
+            low = 0
+            for width in (8, 4, 2, 1):
+                if not bits & width:
+                    continue
+                plane = stored[row, place : place + run * width // 8].tolist()
+                for number in range(run):
+                    at, byte = divmod(number, len(plane))
+                    found[first + number] |= (plane[byte] >> at * width & 2**width - 1) << low
+                place, low = place + len(plane), low + width
+        assert found == codes[row].tolist()
+
+
+@pytest.mark.parametrize(("length", "block"), [(64, 64), (96, 32), (12, 4), (7, 1)])
+def test_the_rotation_is_the_hadamard_matrix_in_blocks(length: int, block: int) -> None:
+    x = numbers(1)[0].repeat(1, 2)[:, :length]
+    expected = torch.cat([part @ matrix(block) for part in x.split(block, dim=-1)], dim=-1)
+    torch.testing.assert_close(hadamard(x), expected)
+    torch.testing.assert_close(hadamard(hadamard(x)), x)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(kind: str) -> None:
     cache = KVCache.of(args(kind))
     xk = numbers(1, 3 * GROUP)
@@ -159,3 +245,60 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
     for position in (3 * GROUP - 1, 2 * GROUP, GROUP, 0):
         assert cache.truncate(position)
         write(cache, position, xk[:, :1], xk[:, :1])
+
+
+def test_with_a_window_a_text_continues_from_its_newest_group_or_its_beginning() -> None:
+    cache, xk = KVCache.of(args("rotated:4+20")), numbers(1, 200)
+    write(cache, 0, xk[:, :200], xk[:, :200])
+    assert [position for position in range(201) if cache.truncate(position)] == [0, *range(148, 201)]
+    with pytest.raises(ValueError, match=r"start_pos=147 needs positions .* because 200 were fed; continue from 0"):
+        write(cache, 147, xk[:, :1], xk[:, :1])
+    again = KVCache.of(args("rotated:4+20"))
+    write(again, 0, xk[:, :150], xk[:, :150])
+    for ours, theirs in zip(*(write(one, 150, xk[:, 7:9], xk[:, 7:9]) for one in (cache, again)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    {
+        "rotated": (4, 4, 64),
+        "rotated:3": (3, 3, 64),
+        "rotated:4+128": (4, 4, 128),
+        "rotated:k5v4": (5, 4, 64),
+        "rotated:k8v2+1": (8, 2, 1),
+        "kivi": (2, 2, 128),
+        "kivi:k4v2+32": (4, 2, 32),
+    }.items(),
+)
+def test_the_bits_and_the_window_are_those_of_the_name(kind: str, kept: tuple[int, int, int]) -> None:
+    cache = KVCache.of(args(kind))
+    assert isinstance(cache, RotatedCache | KiviCache)
+    assert (cache.key_bits, cache.value_bits, cache.window) == kept
+    write(cache, 0, numbers(1, 256), numbers(1, 256))
+    bits = kept[0] + kept[1] + (2 if kind.startswith("rotated") else 4) * 16 / 64 * 2
+    groups = (256 - kept[2] + cache.group - 1) // cache.group
+    in_full = 2 * (cache.sinks + cache.window + cache.group) * 64
+    assert cache.nbytes == HEADS * 64 * groups * cache.group * bits / 8 + HEADS * in_full * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    {
+        "rotated:k4": "the parameters are bits of keys, bits of values and a window, such as rotated:k4v3+64",
+        "rotated:4-64": "the parameters are bits",
+        "rotated:1": "bits=1 must be from 2 to 8, such as rotated:k4v3+64",
+        "rotated:k4v9": "bits=9 must be from 2 to 8",
+        "kivi:2+0": "a window of 0 positions must be from 1 to max_seq_len=256, such as kivi:k4v3+64",
+        "rotated:4+257": "a window of 257 positions must be from 1 to max_seq_len=256",
+    }.items(),
+)
+def test_parameters_out_of_range_are_refused(kind: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache='{re.escape(kind)}': .*{re.escape(says)}"):
+        KVCache.of(args(kind))
+
+
+def test_values_must_fill_their_bytes() -> None:
+    few = tiny_args(dim=12, n_heads=3, n_kv_heads=3, head_dim=4, kv_cache="rotated:k3v5")
+    with pytest.raises(ValueError, match="head_dim=4 must be a multiple of 8 for values of 5 bits; choose 4 or 8 bits"):
+        KVCache.of(few)

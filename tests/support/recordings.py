@@ -35,5 +35,5 @@ def made_up(
         levels = bytes((7 * place) % 256 for place in range(args.n_heads * end))
         likely = tuple(Candidate(text[end], 0.5 / (1 + place), place == 0) for place in range(5))
         moments.append(Moment(*works, (tuple(range(end)),) * args.n_layers, (levels,) * args.n_layers, likely))
-    layout = CacheLayout("static", position, position, bits=0, group=0, block=0, reserved=prompt + steps)
+    layout = CacheLayout("static", position, position, bits=0, group=0, window=0, block=0, reserved=prompt + steps)
     return Recording(args, layout, "float32 on cpu", 4, prompt, text, text, tuple(moments), tuple(notes))

@@ -134,6 +134,7 @@ def test_formulas_separate_full_groups_of_a_quantised_cache_from_newer_positions
     recording = made_up(["a"] * 40, steps=2)
     layout = replace(recording.layout, position_bytes=100, group=32)
     assert layout.parts(40) == [(32, 100), (8, 128)]
+    assert replace(layout, window=10).parts(50) == [(32, 100), (18, 128)]
     work = replace(recording.moments[1].on, bytes_read=5000 + 2 * (32 * 100 + 8 * 128))
     told = formulas(replace(recording, layout=layout), work, cached=41)[2]
     assert "each once + 2 layers x 32 positions x 100 + 2 layers x 8 positions x 128 =" in told.replace("\u00d7", "x")
