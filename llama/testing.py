@@ -343,10 +343,10 @@ def lossless(args: ModelArgs) -> bool:
     return all(layer.lossless for layer in empty(args).layers)
 
 
-def tiny_model(args: ModelArgs, dtype: torch.dtype = torch.float64) -> Transformer:
+def tiny_model(args: ModelArgs, dtype: torch.dtype = torch.float64, *, seed: int = 1) -> Transformer:
     """Return a model whose weights are large enough for every one of them to show in the logits."""
     model = Transformer(args)
-    stream = torch.Generator().manual_seed(1)
+    stream = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         if weight.ndim == 1:
             weight.data.uniform_(0.5, 1.5, generator=stream)

@@ -129,6 +129,10 @@ MAY_IMPORT = {
     "course/make.py": ("cli", "course"),
     "course/grade.py": ("cli host.files untrusted.words", "course"),
     "course/": ("", "course"),
+    "scripts/kvpress_harness.py": (
+        f"{CORE} api checkpoint cli costs host testing untrusted",
+        "torch kvpress transformers",
+    ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),

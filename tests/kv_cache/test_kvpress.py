@@ -1,0 +1,85 @@
+"""Kinds that keep the keys with the highest scores keep the positions that kvpress keeps, in the same tiny models.
+
+kvpress.json has kvpress' positions and logits; `scripts/kvpress_harness.py` made it, and says why not all kinds are in.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llama.args import ModelArgs
+from llama.kv_cache import Cache, KVCache
+from llama.kv_cache.scored import ScoredCache
+from llama.model import Transformer
+from llama.rows import Rows
+from llama.testing import tiny_model
+
+MODELS = json.loads((Path(__file__).parent / "kvpress.json").read_text(encoding="utf-8"))["models"]
+RUNS = [(number, kind) for number, model in enumerate(MODELS) for kind in model["runs"]]
+LONGER = 37
+
+
+@functools.cache
+def model_of(number: int) -> tuple[Transformer, Tensor]:
+    """Return a tiny model and its tokens, (1, vocab_size), each once."""
+    stored = MODELS[number]
+    args, stream = ModelArgs(**stored["sizes"]), torch.Generator().manual_seed(stored["seed"])
+    return tiny_model(args, seed=stored["seed"]), torch.randperm(args.vocab_size, generator=stream)[None]
+
+
+def expected_positions(run: dict[str, Any]) -> list[list[list[int]]]:
+    """Return the positions that kvpress keeps, by layer and KV head."""
+    return [
+        [[position for position in range(run["length"]) if int(head, 16) >> position & 1] for head in layer.split()]
+        for layer in run["positions"]
+    ]
+
+
+def kept_positions(cache: Cache, row: int) -> list[list[list[int]]]:
+    """Return the positions that our cache keeps of a row, by layer and KV head."""
+    return [heads_of(layer)[row] for layer in cache.layers]
+
+
+def heads_of(layer: Any) -> list[list[list[int]]]:
+    """Return the kept positions of a layer by row and KV head."""
+    each = iter(layer.kept_positions.split([count for row in layer._counts for count in row]))
+    return [[next(each).tolist() for _ in row] for row in layer._counts]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("number", "kind"), RUNS)
+def test_positions_and_next_logits_are_those_of_kvpress(number: int, kind: str) -> None:
+    (model, tokens), run = model_of(number), MODELS[number]["runs"][kind]
+    length, cache = run["length"], model.new_cache(kind)
+    model(tokens[:, :length], cache=cache, logits="last")
+    assert kept_positions(cache, 0) == expected_positions(run)
+    logits = model(tokens[:, length : length + 1], length, cache=cache)[0, -1]
+    expected = torch.tensor([float(logit) for logit in run["logits"].split()], dtype=torch.float64)
+    torch.testing.assert_close(logits[: len(expected)], expected, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", MODELS[0]["runs"])
+def test_a_prompt_beside_a_longer_one_keeps_the_same_positions(kind: str) -> None:
+    (model, tokens), run = model_of(0), MODELS[0]["runs"][kind]
+    length, cache = run["length"], model.new_cache(kind)
+    batch = torch.cat([tokens.flip(1), tokens])[:, : length + LONGER]
+    model(batch, Rows.at([0, 0], [length + LONGER, length], prompt_ends=True), cache=cache)
+    assert kept_positions(cache, 1) == expected_positions(run)
+
+
+def test_every_scored_kind_is_compared_or_has_no_counterpart() -> None:
+    """`scripts/kvpress_harness.py` has the reasons."""
+    ours = {
+        name
+        for name, kind in KVCache.kinds.items()
+        if issubclass(kind, ScoredCache) and kind.__module__.startswith("llama.")
+    }
+    compared = {kind.partition(":")[0] for _, kind in RUNS}
+    assert ours - compared == {"random", "h2o", "duo-attention"}
+    assert compared <= ours
