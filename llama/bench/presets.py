@@ -102,12 +102,19 @@ class Group:
 
 
 def plan_report(
-    preset: str, base: Cell, *, engines: Sequence[str], kinds: Sequence[str], command: str = "", budget: float | None
+    preset: str,
+    base: Cell,
+    *,
+    engines: Sequence[str],
+    kinds: Sequence[str],
+    contexts: Sequence[int] = (),
+    command: str = "",
+    budget: float | None,
 ) -> Report:
     """Return the report of a preset in which nothing is measured. Raises ValueError if it cannot be measured.
 
     engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast, see `read_engine`. kinds: for `caches`, by
-    default all that are registered.
+    default all that are registered. contexts: for `caches`, where steps are timed, by default KIND_CONTEXTS.
     """
     if preset in ("caches", "chat") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
@@ -117,7 +124,7 @@ def plan_report(
     elif preset == "sweep":
         cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
     elif preset == "caches":
-        cells, plan = kind_cells(base, kinds, find_model(base).args)
+        cells, plan = kind_cells(base, kinds, contexts, find_model(base).args)
     else:
         source = find_model(base)
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
@@ -146,8 +153,13 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine != "llama.cpp"]
 
 
-def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> tuple[list[Cell], dict[str, Any]]:
-    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured."""
+def kind_cells(
+    base: Cell, kinds: Sequence[str], asked: Sequence[int], args: ModelArgs
+) -> tuple[list[Cell], dict[str, Any]]:
+    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured.
+
+    Raises ValueError for a context that was asked for and has too few tokens, or more than the model's limit.
+    """
     limit = args.max_seq_len
     window = f"window:{min(WINDOW, limit // 4)}+{DEFAULT_SINKS}"
     registered = [window if kind == "window" else kind for kind in sorted(KVCache.kinds)]
@@ -161,7 +173,13 @@ def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> tuple[list[
             f"--preset=caches needs texts of {2 * AMOUNTS[-1][0]} tokens, and the model's max_seq_len is {limit}; "
             "measure another model"
         )
-    contexts = [context for context in KIND_CONTEXTS if context <= limit] or [limit]
+    for context in asked:
+        if not 2 * STEPS <= context <= limit:
+            raise ValueError(
+                f"--contexts {context} must be from {2 * STEPS} to the model's max_seq_len={limit}; for longer texts "
+                "measure a model with a higher limit, such as --model llama-3.2-1b"
+            )
+    contexts = sorted({*asked}) or [context for context in KIND_CONTEXTS if context <= limit] or [limit]
     plan = {"text": "llama/bench/texts/persuasion.txt", "contexts": contexts, "length": min(LENGTH, limit)}
     return [base.but(kv_cache=kind) for kind in wanted], plan
 

@@ -40,6 +40,7 @@ def main(
     compare: bool = False,
     engine: list[str] = [],  # noqa: B006  (read only)
     kv_cache: list[str] = [],  # noqa: B006  (read only)
+    contexts: list[str] = [],  # noqa: B006  (read only)
     logits: str = "last",
     exact: bool = False,
     fast: bool = False,
@@ -81,6 +82,8 @@ def main(
             The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
             several, by default all.
+        contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the
+            flag once for each, up to the model's limit.
         logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
         exact: Measure exact mode, in which no bit of the logits depends on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU.
@@ -126,6 +129,7 @@ def dispatch(flags: SimpleNamespace) -> int:
     try:
         if flags.preset is not None:
             asked = {"engines": flags.engine, "kinds": flags.kv_cache, "budget": flags.budget}
+            asked["contexts"] = [int(context) for context in flags.contexts]
             report = plan_report(flags.preset, cell, command=as_started(), **asked)
         if flags.wait_until_quiet:
             wait_until_idle(flags.wait_until_quiet)
@@ -204,6 +208,10 @@ def check_flags(flags: SimpleNamespace) -> None:
         minutes = getattr(flags, name)
         if not (math.isfinite(minutes) and minutes >= 0):
             raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
+    if not all(context.isdecimal() for context in flags.contexts):
+        raise ValueError(f"--contexts {' '.join(flags.contexts)} must be numbers of tokens, such as --contexts 8192")
+    if preset != "caches" and flags.contexts:
+        raise ValueError("--contexts: only --preset caches times steps at lengths of your choice")
     if preset != "caches" and len(flags.kv_cache) > 1:
         raise ValueError("--kv_cache: a cell has one kind of cache; several need --preset caches")
     if preset is None:

@@ -259,6 +259,17 @@ def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, 
     assert "its process was ended" in report_markdown(report)
 
 
+def test_steps_are_timed_at_the_contexts_that_were_asked_for(base: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"engines": [], "kinds": ["int8"], "budget": 1}
+    assert plan_report("caches", base, contexts=[120, 40], **asked)["plan"]["contexts"] == [40, 120]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^--contexts 161 must be from 16 to the model's max_seq_len=160; for longer"):
+        plan_report("caches", base, contexts=[40, 161], **asked)  # type: ignore[arg-type]
+    for words in (["--preset", "caches", "--contexts", "many"], ["--preset", "table", "--contexts", "40"]):
+        with pytest.raises(SystemExit):
+            cli.main(script.main, words)
+        assert "--contexts" in capsys.readouterr().err
+
+
 def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_drops_something(base: Cell) -> None:
     report = plan_report("caches", base, engines=[], kinds=[], budget=1)
     named = [cell["kv_cache"] for cell in report["cells"]]
