@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     ),
     "kv_cache": (
         "llama/kv_cache",
-        "tests/kv_cache tests/test_kv_cache.py tests/test_generation.py tests/test_session.py",
+        "tests/kv_cache tests/test_generation.py tests/test_session.py",
     ),
     "sampling": (
         "llama/sampling.py llama/request.py",
