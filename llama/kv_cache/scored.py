@@ -96,14 +96,14 @@ class ScoredCache(CountingCache):
         """Return the number of keys that this layer keeps of a row with this prompt and this end."""
         return self.args.n_kv_heads * self.budget(end if self.every_step and self.share is None else prompt)
 
-    def has_compressed(self) -> bool:
-        """Return True if every row stores as many keys as its budget says, each head's in the order of positions."""
+    def keeps_its_budget(self, prompts: Sequence[int]) -> bool:
+        """Return True if each row, with a prompt of so many tokens, keeps what its budget says, in order."""
         if self.kept_positions is None:
             return False
         heads = torch.split(self.kept_positions, [count for row in self._counts for count in row])
         ordered = all(bool((own[1:] > own[:-1]).all()) for own in heads)
-        stored = zip(self._counts, self._bases, self._ends, strict=True)
-        return ordered and all(base > 0 and sum(counts) == self.kept_of(base, end) for counts, base, end in stored)
+        rows = zip(prompts, self._counts, self._ends, strict=True)
+        return ordered and all(sum(counts) == self.kept_of(prompt, end) for prompt, counts, end in rows)
 
     # ---- the contract ------------------------------------------------------------------------------------------------
 

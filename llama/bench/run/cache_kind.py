@@ -116,7 +116,8 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     size = _size(model, cache, prompt_len, length - 1)
     row |= {**size, **greedy_divergence(model, ids[: length - greedy], greedy)}
     rounds = is_quantized(cache, model.dtype.itemsize)
-    checks = judge_kind(model, cache, ids[:-1], predicted=size["predicted_cache_bytes"], quantized=rounds)
+    bytes_due = size["predicted_cache_bytes"]
+    checks = judge_kind(model, cache, ids[:-1], prompt=prompt_len, predicted=bytes_due, quantized=rounds)
     return {"rows": [row, *checks, *_needle_rows(model, source, plan, text)]}
 
 

@@ -28,15 +28,17 @@ class Read:
 
 
 @torch.inference_mode()
-def judge_kind(model: Transformer, cache: Cache, ids: Sequence[int], *, predicted: int, quantized: bool) -> list[Row]:
-    """Return the checks of a cache that was fed `ids`, one row.
+def judge_kind(
+    model: Transformer, cache: Cache, ids: Sequence[int], *, prompt: int, predicted: int, quantized: bool
+) -> list[Row]:
+    """Return the checks of a cache that was fed `ids`, one row, of which the first `prompt` are a prompt.
 
     predicted: the bytes that the kind predicts. quantized: it stores keys and values in fewer bits than the model's.
     """
     stored = cache.nbytes  # before a copy that may share memory is written
     as_predicted = check("bytes", stored == predicted, f"{stored:,} stored, {predicted:,} predicted")
     read = read_next(model, cache.layers[0], ids)
-    return [as_predicted, _dropped(cache, read, len(ids)), _rounded(read, quantized), _sees(read, len(ids))]
+    return [as_predicted, _dropped(cache, read, prompt, len(ids)), _rounded(read, quantized), _sees(read, len(ids))]
 
 
 def read_next(model: Transformer, layer: KVCache, ids: Sequence[int]) -> Read:
@@ -69,13 +71,13 @@ def _pairs(keys: Tensor) -> Tensor:
     return norms
 
 
-def _dropped(cache: Cache, read: Read, fed: int) -> Row:
+def _dropped(cache: Cache, read: Read, prompt: int, fed: int) -> Row:
     """Did every layer and head drop what it should? A cache that stores all keys must let a token read all of them."""
     counts = read.seen.sum(1) - 1  # without the new token itself
     words = f"{int(counts.min()):,} to {int(counts.max()):,} of {fed:,} keys are read in layer 0"
     scored = [layer for layer in cache.layers if isinstance(layer, ScoredCache)]
     if scored:
-        whole = [layer.layer for layer in scored if not layer.has_compressed()]
+        whole = [layer.layer for layer in scored if not layer.keeps_its_budget([prompt])]
         wrong = f"; layers {', '.join(map(str, whole))} do not store what their budget says" if whole else ""
         return check("dropped", not whole, words + wrong)
     lossless = all(layer.lossless for layer in cache.layers)
