@@ -14,11 +14,11 @@ from llama import cli, load
 from llama.bench import presets
 from llama.bench.cell import Cell
 from llama.bench.presets import plan_report
-from llama.bench.report.tables import KIND_CHECKS
 from llama.bench.report.text import report_markdown
 from llama.bench.run import step_times
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
 from llama.bench.run.jobs import JobDied
+from llama.bench.run.kind_validity import CHECKS
 from llama.bench.schema import Report, Row, cell_row, rows_of
 from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
@@ -148,7 +148,7 @@ def test_a_kind_is_not_judged_where_it_has_dropped_nothing(base: Cell, tmp_path:
         assert (row["judged"], rows_of(report, "needle", place)[0]["judged"]) == (judged, judged)
         assert (row["cache_bytes"] < (LENGTH - 1) * POSITION) == judged
         assert not cell_row(report, place)["quantized"]
-    assert {row["status"] for row in rows_of(report, "check") if row["name"] in KIND_CHECKS} <= {"ok", "not observed"}
+    assert {row["status"] for row in rows_of(report, "check") if row["name"] in CHECKS} <= {"ok", "not observed"}
 
 
 PROMPT_END = """
@@ -226,7 +226,7 @@ def test_times_that_others_disturbed_are_marked_as_such(
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 100 * share)
     monkeypatch.setattr("llama.bench.run.worker.environment", lambda device: {"cores": 100})
     report = measured(base, tmp_path, kinds=["int8"])
-    checks = [row for row in rows_of(report, "check") if row["name"] not in KIND_CHECKS]
+    checks = [row for row in rows_of(report, "check") if row["name"] not in CHECKS]
     assert [row["status"] for row in checks] == [status] * 2
     assert script.report_exit_code(report, strict=True) == (4 if status == "noisy" else 0)
 

@@ -7,7 +7,7 @@ import torch
 from oracles import some_tokens, tiny_model
 from torch import Tensor
 
-from llama.bench.run.kind_validity import judge_kind
+from llama.bench.run.kind_validity import CHECKS, judge_kind
 from llama.kv_cache import Int8Cache, KVCache, ScoredCache, StaticCache
 from llama.kv_cache.published import KnormCache
 from llama.rows import Rows
@@ -78,7 +78,7 @@ def judged(kind: str, *, dtype: torch.dtype = torch.float32) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_kind_of_ours_acts(kind: str, dtype: torch.dtype) -> None:
     found = judged(kind, dtype=dtype)
-    assert set(found) == {"bytes", "dropped", "rounded", "sees a key"}
+    assert set(found) == set(CHECKS)
     assert set(found.values()) <= {"ok", "not observed"}
     shown = KVCache.named(kind).lossless or issubclass(KVCache.named(kind), ScoredCache)
     assert found["dropped"] == ("ok" if shown else "not observed")

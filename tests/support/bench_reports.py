@@ -178,7 +178,13 @@ def caches_report(
             seconds = noisy(0.05 + context * 1e-5 / share**0.5, 3, f"{kind} {context}")
             rows.append({"figures": "step", "cell": i, "batch_size": 1, "context": context, "kv_caching": True,
                          "step_seconds": seconds, **known})  # fmt: skip
-            needle: Any = {**known, "tries": 20, "found": 20 - (kind == "int4"), "judged": "window" not in kind}
+            needle: Any = {
+                **known,
+                "tries": 20,
+                "found": 20 - (kind == "int4"),
+                "found_question_seen": 20,
+                "judged": "window" not in kind,
+            }
             if context == 1024:
                 rows.append({"figures": "needle", "cell": i, "context": context, **needle})
             if context == 2048:

@@ -48,7 +48,7 @@ def report_sections(report: Report) -> list[Section]:
     notes = [f"{view.label}: {note}" for view in views if not has_details for note in view.row.get("notes", [])]
     steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     found = [
-        Section("Kinds of cache", tables.cache_tables(report), ("kinds",)),
+        Section("Kinds of cache", tables.cache_tables(report), ("kinds", "pareto")),
         Section("A conversation, turn by turn", tables.turn_tables(report), folded=False),
         Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report), folded=False),
         Section("The table", tables.cell_tables(report), folded=False),

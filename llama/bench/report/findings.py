@@ -85,13 +85,11 @@ def in_seconds(seconds: float) -> str:
 
 
 def _kinds(report: Report) -> Iterator[str]:
-    rows = kind_rows(report)
-    for row in rows[1:]:
+    rows, full = kind_rows(report), report["cells"][0]["kv_cache"]
+    for row in rows:
         if cell_row(report, row["cell"]).get("lossless") or row["of_full"] is None:
             continue
-        words = (
-            f"{row['kind']} stores {row['of_full']:.2f} of the bytes of {rows[0]['kind']} at {row['context']:,} tokens"
-        )
+        words = f"{row['kind']} stores {row['of_full']:.2f} of the bytes of {full} at {row['context']:,} tokens"
         if row["judged"]:
             words += (
                 f" and has the same most likely token at {row['top1_agreement']:.2%} of {row['tokens']:,} positions"

@@ -34,7 +34,6 @@ STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 FIT_COLUMNS = ("kv_caching", "exponent", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
 FOUND = ("found", "found_question_seen")
-KIND_CHECKS = ("bytes", "dropped", "rounded", "sees a key")  # of llama/bench/run/kind_validity.py
 KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
 PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")
 DISK_COLUMNS = ("computed_by", "tokens", "file_bytes", "save_seconds", "load_seconds", "feed_seconds", "n")
@@ -160,11 +159,15 @@ def check_words(check: Row) -> str:
     return f"{check['name']}: {check['detail']}" if check.get("detail") else str(check["name"])
 
 
-def acted_table(report: Report) -> Table:
-    """Return a row for each check and a column for each cell."""
+def validity_table(report: Report) -> Table:
+    """Return a row for each check and a column for each cell; of kinds of cache a row for each kind."""
     views = [one for one in in_table_order(cell_views(report)) if one.checks]
     names = dict.fromkeys(check["name"] for one in views for check in one.checks)
     seen = [{check["name"]: check_mark(check) for check in one.checks} for one in views]
+    if report["preset"] == "caches":
+        marks = [[one.cell.kv_cache, *map(checks.get, names)] for one, checks in zip(views, seen, strict=True)]
+        rows = [[mark or NOT_OBSERVED for mark in row] for row in marks]
+        return Table("Did each kind act?", ["kind", *names], rows)
     rows = [[name, *(checks.get(name, NOT_OBSERVED) for checks in seen)] for name in names]
     return Table("What was seen in each cell", ["check", *(one.label for one in views)], rows)
 
@@ -215,21 +218,7 @@ def cache_tables(report: Report) -> list[Table]:
         view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
         view("Bytes and time by context", columns, steps, notes),
         view("Secrets found in a long text", ("kind", "context", "cache_bytes", *FOUND), needles),
-        acted_table(report),
     ]
-
-
-def validity_table(report: Report) -> Table:
-    """Return whether each kind did what its name says, a column for each check; below, what was seen if it did not."""
-    kinds: dict[str, dict[str, str]] = {}
-    notes = []
-    for row in rows_of(report, "check"):
-        if row["name"] in KIND_CHECKS:
-            kind = cell_of(report, row).kv_cache
-            kinds.setdefault(kind, {"kind": kind})[row["name"]] = row["status"]
-            if row["status"] == "violated":
-                notes.append(f"{kind}: {row['name']}: {row['detail']}")
-    return view("Did each kind act?", ("kind", *KIND_CHECKS), list(kinds.values()), notes)
 
 
 def kind_rows(report: Report) -> list[dict[str, Any]]:
@@ -237,7 +226,8 @@ def kind_rows(report: Report) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in rows_of(report, "quality"):
         shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache}
-        whole, own = (found or [shown])[0].get("cache_bytes"), row.get("cache_bytes")
+        whole = next((one["cache_bytes"] for one in (*found, row) if one["cell"] == 0), None)
+        own = row.get("cache_bytes")
         shown["of_full"] = own / whole if own is not None and whole else None
         shown["perplexity"] = math.exp(row["nll"]) if row["nll"] < 700 else math.inf
         shown["greedy_text"] = f"same {row['greedy_tokens']} tokens"

@@ -12,6 +12,7 @@ from llama.kv_cache import Cache, KVCache, ScoredCache
 from llama.model import Transformer
 from llama.rows import Rows
 
+CHECKS = ("bytes", "dropped", "rounded", "sees a key")
 CLOSE = 1e-2  # of the largest number: what is stored as given comes back within it, in 16 bits too
 
 

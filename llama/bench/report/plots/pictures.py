@@ -176,7 +176,7 @@ def draw_kinds(report: Report) -> Figure | None:
     rows = kind_rows(report) if report["preset"] == "caches" else []
     if not rows:
         return None
-    full, least = rows[0]["kind"], min(rows, key=lambda row: row["of_full"] or 1)
+    full, least = report["cells"][0]["kv_cache"], min(rows, key=lambda row: row["of_full"] or 1)
     words = f"{least['kind']} stores {least['of_full'] or 1:.2g} of the bytes of {full}"
     if least["judged"]:
         words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens"
@@ -202,7 +202,7 @@ def draw_pareto(report: Report) -> Figure | None:
     panels = (("KV cache, MB", [row["cache_bytes"] / MB for row in rows]),
               ("time per token, ms", [1e3 * statistics.median(row["step_seconds"]) for row in rows]))  # fmt: skip
     best = [rows[place]["kind"] for place in _unbeaten(panels[0][1], other)]
-    words = f"Of {len(rows)} kinds, none has both fewer bytes and fewer other tokens than {' or '.join(best)}"
+    words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and tokens"
     tall = max(3.6, 0.8 + 0.24 * len(rows))
     below = f"one row of {rows[0]['context']:,} tokens; lower and further left is better; line: kinds that none beats"
     figure, axes = canvas.new_figure(words, below, heights=[tall] * 2, times=(1,), legend=False, sharey=True)
@@ -216,6 +216,7 @@ def draw_pareto(report: Report) -> Figure | None:
     axes[0].set_ylabel("other top-1 token, % (log scale)")
     # Names stand in a column at the right, in the order of the points, each with a line to its point.
     line_to: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light, "lw": 0.8, "shrinkA": 1, "shrinkB": 3}
+    line_to["relpos"] = (0, 0.5)
     order = sorted(range(len(rows)), key=lambda place: (-other[place], panels[1][1][place]))
     for line, place in enumerate(order):
         at = 1 - (line + 0.5) / len(order)
