@@ -15,9 +15,9 @@ from torch import Tensor
 
 from llama.fast.fingerprint import TensorLayout
 from llama.fast.native_description import check_tensor
-from llama.fast.native_library import LayerCache, NativeModel
+from llama.fast.native_library import Groups, LayerCache, NativeModel
 from llama.fast.supported import Unsupported, check_attributes
-from llama.kv_cache import Cache, Int4Cache, Int8Cache, KVCache, PagedCache, StaticCache
+from llama.kv_cache import Cache, Int4Cache, Int8Cache, KiviCache, KVCache, PagedCache, RotatedCache, StaticCache
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.kv_cache.paged import BLOCK
@@ -26,13 +26,20 @@ from llama.rope import RopeTable
 from llama.rows import Rows
 
 # The kinds that are served, and their numbers in `native/forward.cpp`.
-KINDS: dict[type[KVCache], int] = {StaticCache: 1, Int8Cache: 2, Int4Cache: 3, PagedCache: 4}
+KINDS: dict[type[KVCache], int] = {
+    StaticCache: 1,
+    Int8Cache: 2,
+    Int4Cache: 2,
+    RotatedCache: 2,
+    KiviCache: 2,
+    PagedCache: 3,
+}
 _NAMES = {kind: frozenset(dir(kind)) for kind in KINDS}  # of methods and settings
 
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Memory for a call in every layer of a cache: `kind`, `slots` and `layers` are passed to native code.
+    """Memory for a call in every layer of a cache: `kind`, `slots`, `layers` and `groups` are passed to native code.
 
     buffers: the memory at the layers' addresses, which stays allocated as long as this object.
     """
@@ -40,6 +47,7 @@ class CacheRoom:
     kind: int
     slots: int
     layers: Array[LayerCache]
+    groups: Groups
     buffers: list[Tensor]
 
 
@@ -79,6 +87,7 @@ class NativeCache:
     def __init__(self) -> None:
         self._layout: TensorLayout | None = None
         self._sizes: tuple[int, ...] = ()  # of the model
+        self._groups: tuple[int, ...] = ()  # see `Groups`; () for kinds without groups
         self._names: Sequence[str] = ()
         self._slots = 0
         self._layers = (LayerCache * 0)()
@@ -96,7 +105,8 @@ class NativeCache:
             self._reserve_blocks(model, cast(list[PagedCache], layers), rows, whole=whole)
         else:
             self._reserve_groups(model, cast(list[QuantizedCache], layers), rows)
-        return CacheRoom(KINDS[kind], self._slots, self._layers, cast(list[Tensor], self._buffers(layers)))
+        buffers = cast(list[Tensor], self._buffers(layers))
+        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), buffers)
 
     def moved(self, cache: Cache, room: CacheRoom) -> bool:
         """Return True if the cache has other buffers than `room`: another text of its pool may replace them."""
@@ -115,17 +125,21 @@ class NativeCache:
         first, bsz = caches[0], len(rows.starts)
         if any(cache._ends != first._ends for cache in caches):
             raise Unsupported("the layers' caches were written up to different positions")
+        groups = _groups(first)
+        if any(_groups(cache) != groups for cache in caches):
+            raise Unsupported("the layers' caches quantise differently")
         first._refuse_what_is_gone(rows.starts)
         first.args.check_room(bsz, rows.end)
         codes = first.key_codes
         fits = codes is not None and codes.shape[0] >= bsz and cast(int, first.slots) >= rows.end
-        if not (self._unchanged(model, caches) and fits):
+        if not (fits and self._groups == groups and self._unchanged(model, caches)):
             like = _like(model)
             for cache in caches:
                 cache._take(bsz, rows.end, like=like)
             assert first.key_codes is not None
             rows_held, groups_held = first.key_codes.shape[:2]
             self._write(model, caches, first.sizes(rows_held, groups_held, like))
+            self._groups = groups
         for cache in caches:
             cache._note_ends(rows.starts, rows.lengths)
 
@@ -213,6 +227,12 @@ def steps_left(cache: Cache, starts: Sequence[int]) -> int:
 def stored_ends(cache: Cache) -> list[list[int]]:
     """Return the lists in which the layers store the end of each row; a step without `reserve` updates them."""
     return [layer._ends for layer in cache.layers if isinstance(layer, CountingCache)]
+
+
+def _groups(cache: QuantizedCache) -> tuple[int, ...]:
+    """Return the fields of `Groups`."""
+    bits, sizes = (cache.key_bits, cache.value_bits), (cache.group, cache.window, cache.sinks, cache.value_parts)
+    return *bits, *sizes, cache.unrotated, cache.rotates_values
 
 
 def _sizes(model: NativeModel) -> tuple[int, ...]:

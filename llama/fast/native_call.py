@@ -12,7 +12,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
 from llama.fast.native_caches import CacheRoom
-from llama.fast.native_library import Choice, NativeBatch, NativeForward, NativeModel
+from llama.fast.native_library import Choice, Groups, NativeBatch, NativeForward, NativeModel
 from llama.rows import Rows
 from llama.sampling import Sampler, Sampling
 
@@ -59,6 +59,7 @@ class NativeCall:
             kind=0 if cache is None else cache.kind,
             slots=0 if cache is None else cache.slots,
             caches=None if cache is None else cache.layers,
+            groups=Groups() if cache is None else cache.groups,
             kept=addressof(kept),
             logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),

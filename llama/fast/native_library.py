@@ -45,6 +45,15 @@ class LayerCache(ctypes.Structure):
     )
 
 
+class Groups(ctypes.Structure):
+    """How a quantised cache stores positions, see `llama/kv_cache/quantized.py`; all 0 for other kinds."""
+
+    _fields_ = tuple(
+        (name, c_int64)
+        for name in ("key_bits", "value_bits", "tokens", "window", "sinks", "parts", "before_rope", "rotates_values")
+    )
+
+
 class NativeModel(ctypes.Structure):
     """A model's sizes, and the addresses of its weights. It stores no weight: the caller keeps them in memory.
 
@@ -89,6 +98,7 @@ class NativeBatch(ctypes.Structure):
         ("kind", c_int64),  # of the cache, see KINDS in native_caches.py; 0: no cache
         ("slots", c_int64),
         ("caches", POINTER(LayerCache)),  # of every layer, or null
+        ("groups", Groups),
         ("kept", c_void_p),
         ("logits", c_void_p),
         ("choice", c_void_p),  # a Choice, or null

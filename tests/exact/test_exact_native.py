@@ -130,7 +130,10 @@ def test_without_native_code_the_plain_operations_are_exact_and_quantised_weight
     with caplog.at_level(logging.WARNING, "llama"):
         model, _ = load(path, device="cpu", exact=True, fast=True, kv_cache="concat")
     assert model.execution == Execution("exact", exact=True)
-    assert "kv_cache='concat' has no fast step; these kinds have one: static, int8, int4, paged" in caplog.text
+    assert (
+        "kv_cache='concat' has no fast step; these kinds have one: static, int8, int4, rotated, kivi, paged"
+        in caplog.text
+    )
     with pytest.raises(ValueError, match="by native code alone, which does not serve this model"):
         load(path, device="cpu", exact=True, fast=True, quantize="int8", kv_cache="concat")
 

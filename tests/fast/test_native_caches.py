@@ -34,11 +34,11 @@ from writes import rows_of
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
 from llama.kv_cache import Cache, KVCache, PagedCache
-from llama.kv_cache.quantized import GROUP, QuantizedCache, quantize, unpacked
+from llama.kv_cache.quantized import QuantizedCache, hadamard, quantize, unpacked
 from llama.model import Transformer
 
 pytestmark = needs_a_compiler
-GROUPED = ("int8", "int4")
+GROUPED = ("int8", "int4", "rotated:4+1", "rotated:k3v5+20", "rotated:k6v7+40", "kivi:2+7")
 CACHES = (*GROUPED, "paged")
 TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
 
@@ -52,7 +52,7 @@ def test_a_kind_without_native_code_is_named_as_it_was_given(
     kind: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_fast(model_of("fp32", replace(ARGS, kv_cache=kind)), FOLDER)
-    assert f"{says} has no fast step; these kinds have one: static, int8, int4, paged" in caplog.text
+    assert f"{says} has no fast step; these kinds have one: static, int8, int4, rotated, kivi, paged" in caplog.text
 
 
 def layers_of(model: Transformer) -> list[KVCache]:
@@ -105,9 +105,10 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
         assert ours._ends == theirs._ends
         assert ours.nbytes == theirs.nbytes
         for side, row in itertools.product(("key", "value"), range(len(ends))):
-            full, newest = ends[row] // GROUP, max(ends[row] - 1, 0) // GROUP * GROUP
-            one, other = (cache.held()[f"{side}s"][row, : ends[row] - newest] for cache in (theirs, ours))
+            slots = written(theirs, f"{side}s", ends[row])
+            one, other = (cache.held()[f"{side}s"][row, slots] for cache in (theirs, ours))
             torch.testing.assert_close(other, one, rtol=0, atol=1e-3)
+            full = theirs.quantized_len(ends[row]) // theirs.group
             if not full:
                 continue
             (codes, *scales), (ours_codes, *our_scales) = (
@@ -119,6 +120,14 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
             off = (unpacked(codes, *size).int() - unpacked(ours_codes, *size)).abs()
             assert off.max() <= 1
             assert float(off.float().mean()) < 0.02
+
+
+def written(cache: QuantizedCache, name: str, end: int) -> list[int]:
+    """Return the groups, or of `keys` and `values` the slots, that a row of this length has written."""
+    if name not in ("keys", "values"):
+        return [*range(cache.quantized_len(end) // cache.group)]
+    window = range(cache.quantized_len(max(end - 1, 0)), end)
+    return [*range(min(cache.sinks, end)), *(cache.sinks + position % cache.turn for position in window)]
 
 
 def check_blocks(theirs: PagedCache, ours: KVCache, ends: list[int]) -> None:
@@ -230,10 +239,8 @@ def poison(cache: KVCache, ends: list[int]) -> None:
                     free[cache.tables[row][position // 16], position % 16] = False
             elif not isinstance(cache, QuantizedCache):
                 free[row, :end] = False
-            elif name in ("keys", "values"):  # of the newest group
-                free[row, : (end - 1) % GROUP + 1] = False
             else:
-                free[row, : end // GROUP] = False
+                free[row, written(cache, name, end)] = False
         buffer[free] = torch.nan if buffer.is_floating_point() else 255
 
 
@@ -254,32 +261,39 @@ def test_memory_that_was_never_written_is_never_read(kv_cache: str, kind: str) -
 @pytest.mark.parametrize("kv_cache", GROUPED)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
 def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: float) -> None:
-    """Compare the rule itself, on numbers in the newest group, which is stored unquantised."""
+    """Compare the rule itself, on numbers in the window, which is stored unquantised."""
     _, fast = pair(kv_cache, kind)
-    fast(TOKENS[:, :63])
-    drawn = torch.Generator().manual_seed(1)
-    for cache in layers_of(fast):
-        for side in ("keys", "values"):
-            newest = cache.held()[side]
-            newest[:, :31] = size * torch.randn(newest[:, :31].shape, generator=drawn)
-            newest[0, :31] = newest[0, 0]  # one number alone has no range
-            newest[1, :31] = newest[1, :31].sign() * size  # the two ends of a range
-            newest[2, 3] = 70000.0 if size > 1 else 0.5  # past float16
-    expected = [{side: cache.held()[side].clone() for side in ("keys", "values")} for cache in layers_of(fast)]
-    fast(TOKENS[:, 63:64], 63)
-    for cache, newest in zip(layers_of(fast), expected, strict=True):
-        assert isinstance(cache, QuantizedCache)
-        for side in ("key", "value"):
-            whole = cache.held()[f"{side}s"].clone()
-            assert torch.equal(whole[:, :31], newest[f"{side}s"][:, :31])
-            groups = whole.transpose(1, 2)  # (rows, n_kv_heads, GROUP, head_dim)
-            if side == "key":
-                wanted = quantize(groups.mT, bits=cache.key_bits, parts=1)
-            else:
-                wanted = quantize(groups, bits=cache.value_bits, parts=cache.value_parts)
-            for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
-                held = cache.held()[f"{side}_{part}"][:, 1]
-                assert torch.equal(held, numbers), (side, part)
+    layers = [layer for layer in fast.new_cache().layers if isinstance(layer, QuantizedCache)]
+    group, sinks = layers[0].group, layers[0].sinks
+    for number in (0, 1):
+        end = (number + 1) * group + layers[0].window  # the feed of the last token quantises this group
+        fast(TOKENS[:, : end - 1])
+        slots = [sinks + position % layers[0].turn for position in range(number * group, (number + 1) * group)]
+        drawn, expected = torch.Generator().manual_seed(1), []
+        for cache in layers_of(fast):
+            for side in ("keys", "values"):
+                buffer = cache.held()[side]
+                newest = size * torch.randn(buffer[:, slots].shape, generator=drawn)
+                newest[0] = newest[0, 0]  # one number alone has no range
+                newest[1] = newest[1].sign() * size  # the two ends of a range
+                newest[2, 3] = 70000.0 if size > 1 else 0.5  # past float16
+                buffer[:, slots] = newest.to(buffer.dtype)
+                expected.append(buffer[:, slots[:-1]].clone())
+        fast(TOKENS[:, end - 1 : end], end - 1)
+        for cache in layers_of(fast):
+            assert isinstance(cache, QuantizedCache)
+            for side in ("key", "value"):
+                whole = cache.held()[f"{side}s"][:, slots]
+                assert torch.equal(whole[:, :-1], expected.pop(0))
+                groups = whole.transpose(1, 2).clone()  # (rows, n_kv_heads, group, head_dim)
+                groups[:, :, : sinks if number == 0 else 0] = groups[:, :, sinks, None]
+                if side == "key":
+                    wanted = quantize(groups.mT, bits=cache.key_bits, parts=1, group=group)
+                else:
+                    groups = hadamard(groups.float()) if cache.rotates_values else groups
+                    wanted = quantize(groups, bits=cache.value_bits, parts=cache.value_parts, group=group)
+                for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
+                    assert torch.equal(cache.held()[f"{side}_{part}"][:, number], numbers), (number, side, part)
 
 
 @settings(max_examples=25)
@@ -454,6 +468,22 @@ def test_a_cache_with_an_assigned_method_or_setting_runs_on_the_plain_path(
         fast(TOKENS[:, 40:41], 40)
     assert served(fast) == before
     assert f"{name} was assigned on an instance" in caplog.text
+
+
+def test_bits_that_are_assigned_run_on_the_plain_path(caplog: pytest.LogCaptureFixture) -> None:
+    """They are settings of an instance, and the buffers have the bits of before."""
+    _, fast = pair("rotated:4+1")
+    caplog.set_level(logging.WARNING, "llama")
+    for layers, says in (([0], "quantise differently"), ([0, 1], "a tensor is ")):
+        fast.free_cache()
+        fast(TOKENS[:, :100])
+        before = served(fast)
+        for layer in layers:
+            layers_of(fast)[layer].key_bits = 8  # type: ignore[attr-defined]
+        with suppress(RuntimeError):  # the plain path may fail with it
+            fast(TOKENS[:, 100:101], 100)
+        assert served(fast) == before
+        assert says in caplog.text
 
 
 def test_layers_of_different_kinds_or_ends_run_on_the_plain_path(caplog: pytest.LogCaptureFixture) -> None:

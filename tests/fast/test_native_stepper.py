@@ -41,7 +41,7 @@ from llama.session import Session
 
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
-CACHES = ("static", "int8", "int4", "paged")
+CACHES = ("static", "int8", "int4", "rotated:k4v3+1", "paged")
 
 
 class Looping(NativeRunner):

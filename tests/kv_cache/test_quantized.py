@@ -200,6 +200,18 @@ def test_a_constant_comes_back_as_it_was(bits: int, value: float) -> None:
         torch.testing.assert_close(back, x, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codes_stay_in_their_bits_if_the_zero_is_rounded(bits: int) -> None:
+    """Float16 has steps of 0.5 here, so the zero is 0.2 below the range, or 0.2 above it."""
+    for low in (1000.2, 1000.3):
+        x = low + torch.linspace(0, 1, GROUP)[None]
+        codes, scale, zero = quantize(x, bits=bits, parts=1)
+        assert float(zero) == round(2 * low) / 2
+        last = 2**bits - 1
+        expected = [min(max(round((value - float(zero)) / float(scale)), 0), last) for value in x[0].tolist()]
+        assert unpacked(codes, bits, GROUP)[0].tolist() == expected
+
+
 @pytest.mark.parametrize("length", [16, 32, 96, 64, 128])
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("bits", range(2, 9))

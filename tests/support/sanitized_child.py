@@ -118,7 +118,7 @@ def main(*words: str) -> None:
                 feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
             assert served(model) == len(LENGTHS) * 6
             choose(model)
-            for cache in ("int8", "int4", "paged"):
+            for cache in ("int8", "int4", "rotated:k3v5+1", "paged"):
                 model.kv_cache = cache
                 before = served(model)
                 for length in LENGTHS:

@@ -19,7 +19,7 @@ struct Layer {
 };
 
 struct LayerCache {  // the buffers of a text's cache in one layer; null if its kind does not use them
-    void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of INT8 and INT4 are the newest TOKENS
+    void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of GROUPED are in full precision
     Quantized key, value;        // (rows, slots, kv_heads, ...)
     const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
 };
@@ -28,11 +28,10 @@ constexpr LayerCache NO_CACHE{};
 
 // The kinds of cache. Between two steps, the plain path may read and write the same buffers.
 enum Kind : Int {
-    NONE,    // nothing
-    STATIC,  // a slot for every position
-    INT8,    // groups of TOKENS positions in 8 bits, see groups.h, and the newest group unquantised
-    INT4,    // the same in 4 bits, with keys before RoPE
-    PAGED,   // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
+    NONE,     // nothing
+    STATIC,   // a slot for every position
+    GROUPED,  // groups of positions in few bits, see groups.h, and some positions in full precision
+    PAGED,    // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
 };
 
 struct Model {
@@ -55,6 +54,7 @@ struct Batch {
     const float *cos, *sin;  // (positions, head_dim), in the layout of rope.py
     Int kind, slots;         // of the cache; slots: its capacity in positions, groups or blocks
     const LayerCache* caches;  // of each layer; null if the kind is NONE
+    Groups groups;    // of GROUPED
     const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
     float* logits;
     const Choice* choice;  // how to choose from these logits, or null
@@ -85,6 +85,7 @@ template <class T, class Product>
 struct Forward {
     const Model& model;
     const Batch& batch;
+    const Groups& groups;  // of a cache that is GROUPED
     const Product product_of;
     Int threads, tokens, scored;
     Int queries, kv, rep;  // the numbers of a token's queries, and of its keys; query heads per kv head
@@ -98,11 +99,11 @@ struct Forward {
     Int* begin;                    // the first token of every row
     float *h, *q;                  // of every token
     // What attention reads unquantised, row after row: the rotated keys, and the values, of every token; with groups in
-    // the cache, also of earlier positions in a group that is not full.
+    // the cache, also of earlier positions in full precision, the sinks first.
     T *keys, *values;
-    T* unturned;  // the same keys before RoPE, for INT4
+    T* unturned;  // the same keys before RoPE, if the cache stores these
     Int* own;     // where each row begins in them
-    float* turns;  // for INT4: cos and sin of every group's positions, (groups, head_dim / 2, 2, TOKENS)
+    float* turns;  // then also cos and sin of every group's positions, (groups, head_dim / 2, 2, tokens)
     float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, if threads share the keys
@@ -112,7 +113,7 @@ struct Forward {
     float* penalized_row;          // each thread's, with a penalty
     Int rounded_bytes, attention_bytes, room_bytes, workspace_size;
 
-    Forward(const Model& m, const Batch& b) : model(m), batch(b), product_of{m.mixed != 0} {
+    Forward(const Model& m, const Batch& b) : model(m), batch(b), groups(b.groups), product_of{m.mixed != 0} {
         threads = std::max<Int>(1, batch.threads);
         tokens = 0;
         for (Int r = 0; r < batch.rows; r++) tokens += batch.lengths[r];
@@ -139,15 +140,18 @@ struct Forward {
         keys = values = unturned = nullptr, own = carver.take<Int>(batch.rows + 1);
         if (owns()) keys = carver.take<T>(owned() * kv), values = carver.take<T>(owned() * kv);
         turns = nullptr;
-        if (batch.kind == INT4) unturned = carver.take<T>(owned() * kv), turns = carver.take<float>(turned() * model.head_dim);
+        if (grouped() && groups.before_rope)
+            unturned = carver.take<T>(owned() * kv), turns = carver.take<float>(turned() * model.head_dim);
         rounded_bytes = block_rows * product_of.bytes(std::max(queries, widest()));
         rounded_bytes = std::max(rounded_bytes, scored_rows() * product_of.bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
         attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
-        if (grouped()) attention_bytes += (most_queries() * model.head_dim + of_group()) * sizeof(float);
+        const Int of_keys = model.head_dim * AT_ONCE;
+        if (grouped())
+            attention_bytes += (most_queries() * model.head_dim + of_group() + of_keys) * sizeof(float) + codes_of_group();
         else attention_bytes += model.heads * LANES * LANES * sizeof(float);
-        attention_bytes = (attention_bytes + 8 * 64) / 64 * 64;
+        attention_bytes = (attention_bytes + 10 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
         room_bytes = model.mapped ? product_of.room_for(std::max(queries, widest())) : 0;
         rooms = carver.take<char>(threads * room_bytes);
@@ -157,12 +161,14 @@ struct Forward {
         workspace_size = carver.used;
     }
 
-    bool grouped() const { return batch.kind == INT8 || batch.kind == INT4; }
+    bool grouped() const { return batch.kind == GROUPED; }
     bool owns() const { return batch.kind == NONE || grouped(); }
-    // The first position of a row that attention reads unquantised, and the number of such positions of all rows.
-    Int first_own(Int row) const { return grouped() ? batch.starts[row] / TOKENS * TOKENS : 0; }
+    // The first position behind the sinks that attention reads unquantised, and the number of such positions, and of
+    // sinks, of all rows.
+    Int first_own(Int row) const { return grouped() ? groups.quantized(batch.starts[row]) : 0; }
+    Int sinks() const { return grouped() ? groups.sinks : 0; }
     Int owned() const {
-        Int count = tokens;
+        Int count = tokens + sinks() * batch.rows;
         for (Int r = 0; r < batch.rows; r++) count += batch.starts[r] - first_own(r);
         return count;
     }
@@ -172,8 +178,9 @@ struct Forward {
         for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, first_own(r));
         return longest;
     }
-    // The numbers of scratch memory for reading a group.
-    Int of_group() const { return TOGETHER * std::max(model.head_dim, Int(TOKENS)); }
+    // The numbers of scratch memory for reading a group, and its codes.
+    Int of_group() const { return TOGETHER * std::max(model.head_dim, groups.tokens); }
+    Int codes_of_group() const { return model.head_dim * groups.tokens; }
 
     Int widest() const { return std::max(model.dim, model.hidden); }
     Int most_queries() const { return std::max(QUERIES, model.heads); }
@@ -183,7 +190,7 @@ struct Forward {
         Int t = 0, held = 0;
         for (Int r = 0; r < batch.rows; r++) {
             begin[r] = t, own[r] = held;
-            held += batch.starts[r] + batch.lengths[r] - first_own(r);
+            held += sinks() + batch.starts[r] + batch.lengths[r] - first_own(r);
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
         begin[batch.rows] = t;
@@ -225,7 +232,7 @@ struct Forward {
             });
             if (grouped()) recall(cache, all);
             all.wait();
-            if (grouped()) keep(cache, all);
+            if (grouped()) keep(cache, all, attention + all.rank * attention_bytes);
             each_block([&](Int first, Int count) {
                 attend(cache, first, count, team, attention + all.rank * attention_bytes);
                 team.wait();
@@ -329,9 +336,15 @@ struct Forward {
         else position += row * batch.slots;
         return (T*)cache + position * kv;
     }
-    Int place_of_own(Int row, Int position) const { return (own[row] + position - first_own(row)) * kv; }
-    // The address of a position's keys or values in the newest group.
-    Int place_of_newest(Int row, Int position) const { return (row * TOKENS + position % TOKENS) * kv; }
+    Int place_of_own(Int row, Int position) const { return (own[row] + sinks() + position - first_own(row)) * kv; }
+    Int place_of_sink(Int row, Int position) const { return (own[row] + position) * kv; }
+    // The place of a slot of the keys or values that the cache stores in full precision: of a sink, or of the window.
+    Int place_of_slot(Int row, Int slot) const {
+        return (row * (groups.sinks + groups.window + groups.tokens) + slot) * kv;
+    }
+    Int place_in_window(Int row, Int position) const {
+        return place_of_slot(row, groups.sinks + position % (groups.window + groups.tokens));
+    }
 
     // Rotate pairs of neighbours by the token's position.
     void turn(float* x, Int count, Int position) const {
@@ -355,13 +368,13 @@ struct Forward {
 
     // Write cos and sin of every group's positions in the order in which its keys are read.
     void group_turns(const Team& all) const {
-        const Int d = model.head_dim, groups = turned() / TOKENS;
-        for (Int g = groups * all.rank / all.size; g < groups * (all.rank + 1) / all.size; g++)
+        const Int d = model.head_dim, size = groups.tokens, count = turned() / size;
+        for (Int g = count * all.rank / all.size; g < count * (all.rank + 1) / all.size; g++)
             for (Int c = 0; c < d; c += 2)
-                for (Int token = 0; token < TOKENS; token++) {
-                    const Int at = (g * TOKENS + token) * d + c;
-                    float* to = turns + (g * d + c) * TOKENS + token;
-                    to[0] = batch.cos[at], to[TOKENS] = batch.sin[at + 1];  // the first of two has -sin
+                for (Int token = 0; token < size; token++) {
+                    const Int at = (g * size + token) * d + c;
+                    float* to = turns + (g * d + c) * size + token;
+                    to[0] = batch.cos[at], to[size] = batch.sin[at + 1];  // the first of two has -sin
                 }
     }
 
@@ -381,48 +394,57 @@ struct Forward {
         for (Int i = 0; i < kv; i += LANES) narrow(widen(k + i), to_keys + i), narrow(widen(v + i), to_values + i);
     }
 
-    // Copy groups that are not full from the cache to where attention reads unquantised positions.
+    // Copy the positions in full precision from the cache to where attention reads unquantised positions.
     void recall(const LayerCache& cache, const Team& all) const {
-        for (Int r = 0; r < batch.rows; r++)
-            for (Int p = first_own(r) + all.rank; p < batch.starts[r]; p += all.size) {
-                const Int from = place_of_newest(r, p), to = place_of_own(r, p);
-                std::memcpy(values + to, (const T*)cache.values + from, kv * sizeof(T));
-                std::memcpy((unturned ? unturned : keys) + to, (const T*)cache.keys + from, kv * sizeof(T));
-                if (unturned) turn_rounded(unturned + to, keys + to, kv, p);
-            }
-    }
-
-    // Quantise the groups that this call filled, and store the newest one unquantised.
-    void keep(const LayerCache& cache, const Team& all) const {
-        const T* ks = unturned ? unturned : keys;
-        Int task = 0;
+        auto copy = [&](Int position, Int from, Int to) {
+            std::memcpy(values + to, (const T*)cache.values + from, kv * sizeof(T));
+            std::memcpy((unturned ? unturned : keys) + to, (const T*)cache.keys + from, kv * sizeof(T));
+            if (unturned) turn_rounded(unturned + to, keys + to, kv, position);
+        };
         for (Int r = 0; r < batch.rows; r++) {
-            const Int end = batch.starts[r] + batch.kept[r];
-            for (Int group = first_own(r) / TOKENS; group < end / TOKENS; group++)
-                for (Int head = 0; head < model.kv_heads; head++)
-                    if (task++ % all.size == all.rank) keep_group(cache, ks, r, group, head);
-            for (Int p = (end - 1) / TOKENS * TOKENS; p < end; p++) {  // also if it is full: it may be fed again
-                if (task++ % all.size != all.rank) continue;
-                const Int from = place_of_own(r, p), to = place_of_newest(r, p);
-                std::memcpy((T*)cache.keys + to, ks + from, kv * sizeof(T));
-                std::memcpy((T*)cache.values + to, values + from, kv * sizeof(T));
-            }
+            for (Int p = all.rank; first_own(r) && p < sinks(); p += all.size)
+                copy(p, place_of_slot(r, p), place_of_sink(r, p));
+            for (Int p = first_own(r) + all.rank; p < batch.starts[r]; p += all.size)
+                copy(p, place_in_window(r, p), place_of_own(r, p));
         }
     }
 
-    void keep_group(const LayerCache& cache, const T* ks, Int row, Int group, Int head) const {
-        const Int d = model.head_dim, from = place_of_own(row, group * TOKENS) + head * d;
-        const Quantized key = group_of(cache.key, row, group, head, d);
-        const Quantized value = group_of(cache.value, row, group, head, TOKENS * d / PART);
-        if (batch.kind == INT8)
-            make_keys<8>(ks + from, kv, d, key), make_values<8>(values + from, kv, d, value);
-        else
-            make_keys<4>(ks + from, kv, d, key), make_values<4>(values + from, kv, d, value);
+    // Quantise the groups that this call pushed out of the window, and store what is in it, and new sinks.
+    void keep(const LayerCache& cache, const Team& all, char* scratch) const {
+        const T* ks = unturned ? unturned : keys;
+        Int task = 0;
+        for (Int r = 0; r < batch.rows; r++) {
+            const Int start = batch.starts[r], end = start + batch.kept[r];
+            for (Int group = first_own(r) / groups.tokens; group < groups.quantized(end) / groups.tokens; group++)
+                for (Int head = 0; head < model.kv_heads; head++)
+                    if (task++ % all.size == all.rank) keep_group(cache, ks, r, group, head, scratch);
+            auto copy = [&](Int p, Int to) {
+                if (task++ % all.size != all.rank) return;
+                std::memcpy((T*)cache.keys + to, ks + place_of_own(r, p), kv * sizeof(T));
+                std::memcpy((T*)cache.values + to, values + place_of_own(r, p), kv * sizeof(T));
+            };
+            // From `end` - 1 on, because the tokens of a full group may be fed again.
+            for (Int p = std::max(groups.quantized(end - 1), start); p < end; p++) copy(p, place_in_window(r, p));
+            for (Int p = start; p < std::min(sinks(), end); p++) copy(p, place_of_slot(r, p));
+        }
     }
 
-    Quantized group_of(const Quantized& side, Int row, Int group, Int head, Int shared) const {
-        const Int place = (row * batch.slots + group) * model.kv_heads + head;
-        return side.at(place, TOKENS * model.head_dim * (batch.kind == INT8 ? 8 : 4) / 8, shared);
+    void keep_group(const LayerCache& cache, const T* ks, Int row, Int group, Int head, char* scratch) const {
+        const Int d = model.head_dim, from = place_of_own(row, group * groups.tokens) + head * d;
+        const Int skipped = group ? 0 : groups.sinks;
+        make_keys(ks + from, kv, d, groups, skipped, key_group(cache, row, group, head));
+        make_values(values + from, kv, d, groups, skipped, (float*)scratch, value_group(cache, row, group, head));
+    }
+
+    Quantized key_group(const LayerCache& cache, Int row, Int group, Int head) const {
+        return cache.key.at(place_of_group(row, group, head), codes_of_group() * groups.key_bits / 8, model.head_dim);
+    }
+    Quantized value_group(const LayerCache& cache, Int row, Int group, Int head) const {
+        const Int bytes = codes_of_group() * groups.value_bits / 8;
+        return cache.value.at(place_of_group(row, group, head), bytes, groups.tokens * groups.parts);
+    }
+    Int place_of_group(Int row, Int group, Int head) const {
+        return (row * batch.slots + group) * model.kv_heads + head;
     }
 
     // Attention for a block's tokens; the output overwrites the queries.
@@ -464,7 +486,10 @@ struct Forward {
         for (Int i = team.rank; i < count * model.heads; i += team.size) {
             const Int t = first + i / model.heads, head = i % model.heads;
             begin_sums(it, 0);
-            for (Int from = 0; from <= position[t]; from += KEYS) merge(it, 0, parts + place_of_part(t, head, from));
+            for (Int from = 0; from <= position[t]; from += KEYS) {
+                if (from && from == first_own(row[t])) end_groups(it, 0);
+                merge(it, 0, parts + place_of_part(t, head, from));
+            }
             finish(it, 0, q + t * queries + head * d);
         }
     }
@@ -476,8 +501,10 @@ struct Forward {
         for (Int i = 0; i < heads * count; i++) begin_sums(it, i);
         for (Int from = 0; from <= position[t + count - 1]; from += KEYS) {
             look_at(it, cache, t, count, head, heads, from, it.parts);
-            for (Int i = 0; i < heads * count; i++)
+            for (Int i = 0; i < heads * count; i++) {
+                if (from && from == first_own(row[t])) end_groups(it, i);
                 if (from <= position[t + i % count]) merge(it, i, it.parts + i * part_size());
+            }
         }
         for (Int i = 0; i < heads * count; i++)
             finish(it, i, q + (t + i % count) * queries + (head + i / count) * model.head_dim);
@@ -488,7 +515,8 @@ struct Forward {
     struct Look {
         T* queries;
         float *scores, *parts, *sums, *most, *total;
-        float *wide, *own;  // with groups in the cache: the queries in float32, and memory to read a group
+        float *wide, *own, *keys;  // with groups in the cache: the queries in float32, and memory to read a group
+        std::uint8_t* codes;
         float* sums_of_keys;  // else: of LANES keys and all queries
 
         Look(const Forward& f, char* scratch) {
@@ -497,9 +525,11 @@ struct Forward {
             queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * f.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
-            wide = own = sums_of_keys = nullptr;
+            wide = own = keys = sums_of_keys = nullptr, codes = nullptr;
             if (!f.grouped()) sums_of_keys = carver.take<float>(f.model.heads * LANES * LANES);
-            if (f.grouped()) wide = carver.take<float>(n * d), own = carver.take<float>(f.of_group());
+            if (!f.grouped()) return;
+            wide = carver.take<float>(n * d), own = carver.take<float>(f.of_group());
+            keys = carver.take<float>(d * AT_ONCE), codes = carver.take<std::uint8_t>(f.codes_of_group());
         }
     };
 
@@ -538,8 +568,12 @@ struct Forward {
         for (Int i = 0; i < heads * count; i += group) {
             const Int at = (head + i / count) / rep * d;
             const Chunk chunk = chunk_at(cache, row[t], from + quantized, from + seen, at);
-            for (Int key = 0; key < quantized; key += TOKENS)
+            for (Int key = 0; key < quantized; key += groups.tokens)
                 score(it, cache, row[t], from + key, at / d, group, it.wide + i * d, it.scores + i * KEYS + key);
+            const Int sinks_here = from == 0 && quantized ? sinks() : 0;
+            if (sinks_here)
+                all_dots(it.queries + i * d, d, group, keys + place_of_sink(row[t], 0) + at, kv, sinks_here, d,
+                         it.scores + i * KEYS, KEYS);
             for (Int key = quantized; key < seen && !at_once; key += chunk.run)
                 all_dots(it.queries + i * d, d, group, chunk.keys[(key - quantized) / chunk.run], chunk.stride,
                          std::min(chunk.run, seen - key), d, it.scores + i * KEYS + key, KEYS);
@@ -549,7 +583,9 @@ struct Forward {
                 sums<decltype(rows)::value>(it.scores + (i + j) * KEYS + quantized, chunk, seen - quantized,
                                             to + (i + j) * size + LANES, size);
             });
-            for (Int key = 0; key < quantized; key += TOKENS)
+            for (Int j = i; sinks_here && j < i + group; j++)
+                add_sinks(it, row[t], at, it.scores + j * KEYS, to + j * size + LANES);
+            for (Int key = 0; key < quantized; key += groups.tokens)
                 add(it, cache, row[t], from + key, at / d, group, it.scores + i * KEYS + key, to + i * size + LANES);
         }
     }
@@ -600,29 +636,49 @@ struct Forward {
 
     // The scores of the group of keys at `p`, for so many queries of a kv head.
     void score(Look& it, const LayerCache& cache, Int row, Int p, Int head, Int count, const float* wide, float* to) const {
-        const Int d = model.head_dim;
-        const Quantized group = group_of(cache.key, row, p / TOKENS, head, d);
-        by_rows(count, [&](auto rows, Int r) {
-            constexpr int ROWS = decltype(rows)::value;
-            if (batch.kind == INT8)
-                score_group<8, ROWS>(group, d, wide + r * d, nullptr, it.own, to + r * KEYS, KEYS);
-            else
-                score_group<4, ROWS>(group, d, wide + r * d, turns + p * d, it.own, to + r * KEYS, KEYS);
-        });
+        const Int d = model.head_dim, size = groups.tokens;
+        const Quantized group = key_group(cache, row, p / size, head);
+        const std::uint8_t* codes = codes_of(group.codes, groups.key_bits, size, d * size, it.codes);
+        if (!turns)
+            return by_rows(count, [&](auto rows, Int r) {
+                score_group<decltype(rows)::value>(group, codes, size, d, wide + r * d, it.own, to + r * KEYS, KEYS);
+            });
+        for (Int i = 0; i < size; i += AT_ONCE) {
+            rotated_keys(group, codes + i, size, d, turns + p * d + i, it.keys);
+            by_rows(count, [&](auto rows, Int r) {
+                score_keys<decltype(rows)::value>(it.keys, d, wide + r * d, to + r * KEYS + i, KEYS);
+            });
+        }
     }
 
     // Add the values of the group at `p`, times their weights.
     void add(Look& it, const LayerCache& cache, Int row, Int p, Int head, Int count, const float* weights, float* to) const {
-        const Int d = model.head_dim;
-        const Quantized group = group_of(cache.value, row, p / TOKENS, head, TOKENS * d / PART);
+        const Int d = model.head_dim, size = groups.tokens;
+        const Quantized group = value_group(cache, row, p / size, head);
+        const std::uint8_t* codes = codes_of(group.codes, groups.value_bits, groups.run(d), d * size, it.codes);
         by_rows(count, [&](auto rows, Int r) {
-            constexpr int ROWS = decltype(rows)::value;
-            float* sums = to + r * part_size();
-            if (batch.kind == INT8)
-                add_group<8, ROWS>(group, d, weights + r * KEYS, KEYS, it.own, sums, part_size());
-            else
-                add_group<4, ROWS>(group, d, weights + r * KEYS, KEYS, it.own, sums, part_size());
+            add_group<decltype(rows)::value>(group, codes, size, d, groups.parts, weights + r * KEYS, KEYS, it.own,
+                                             to + r * part_size(), part_size());
         });
+    }
+
+    // Add the sinks' values, times their weights, to the sums over the first groups, where these weights become 0.
+    void add_sinks(Look& it, Int row, Int at, float* weights, float* to) const {
+        const Int d = model.head_dim;
+        std::fill_n(it.own, d, 0.0f);
+        for (Int p = 0; p < sinks(); p++) {
+            const T* vs = values + place_of_sink(row, p) + at;
+            for (Int i = 0; i < d; i += LANES)
+                store(it.own + i, multiply_add(widen(it.own + i), widen(vs + i), weights[p]));
+            weights[p] = 0;
+        }
+        if (groups.rotates_values) hadamard(it.own, d);
+        for (Int i = 0; i < d; i += LANES) store(to + i, widen(to + i) + widen(it.own + i));
+    }
+
+    // Rotate the sums over all groups back, before those over other positions are added.
+    void end_groups(Look& it, Int i) const {
+        if (groups.rotates_values) hadamard(it.sums + i * model.head_dim, model.head_dim);
     }
 
     // Convert a query's scores to weights relative to the largest; a part begins with that score and the weights' sum.

@@ -1,7 +1,7 @@
-// Groups of positions in 8 or 4 bits, as kv_cache/quantized.py defines them: attention to them, and quantisation.
+// Groups of positions in 2 to 8 bits, as kv_cache/quantized.py defines them: attention to them, and quantisation.
 //
-// A group of one KV head is head_dim x TOKENS codes of keys, each channel with a scale and a zero, and TOKENS x head_dim
-// codes of values, every PART of a token with a scale and a zero. A number is code * scale + zero.
+// A group of one KV head is head_dim x tokens codes of keys, each channel with a scale and a zero, and tokens x head_dim
+// codes of values, every part of a token with a scale and a zero. A number is code * scale + zero.
 
 #pragma once
 
@@ -9,14 +9,32 @@
 
 namespace {
 
-constexpr int TOKENS = 32;  // of a group
-constexpr int PART = 32;    // of a token's values, which share a scale and a zero
-constexpr int RUN = 32;     // codes that are packed together; with 4 bits a byte has one of each half
+constexpr int MOST_TOKENS = 64;       // of a group
+constexpr int AT_ONCE = 32;           // tokens whose keys are read at a time
+// The vectors of sums of ROWS queries that fit into registers.
+template <int ROWS>
+constexpr int VECTORS = LANES == 16 ? 2 : ROWS > 3 ? 2 : 4;
+
+// How a quantised cache stores positions.
+struct Groups {
+    Int key_bits, value_bits;
+    Int tokens;          // of a group: 32 or 64
+    Int window, sinks;   // positions that stay in full precision: the newest, and the first
+    Int parts;           // of a token's values, each with a scale and a zero
+    Int before_rope;     // 1: keys are stored before RoPE
+    Int rotates_values;  // 1: values are quantised after `hadamard`
+
+    // The positions that a call at the position `end` reads quantised.
+    Int quantized(Int end) const { return std::max<Int>(end - window, 0) / tokens * tokens; }
+
+    // The codes that are packed together, of `length` codes.
+    Int run(Int length) const { return length % tokens ? 32 : tokens; }
+};
 
 // One side of a layer's cache, keys or values: (rows, groups, kv_heads, ...).
 struct Quantized {
-    std::uint8_t* codes;  // (head_dim, TOKENS * bits / 8) of keys, (TOKENS, head_dim * bits / 8) of values
-    half *scale, *zero;   // (head_dim,) of keys, (head_dim / PART, TOKENS) of values
+    std::uint8_t* codes;  // (head_dim, tokens * bits / 8) of keys, (tokens, head_dim * bits / 8) of values
+    half *scale, *zero;   // (head_dim,) of keys, (parts, tokens) of values
 
     // The group at this place, of rows x groups x kv heads; a group has `shared` scales.
     Quantized at(Int place, Int bytes, Int shared) const {
@@ -24,96 +42,161 @@ struct Quantized {
     }
 };
 
+// x times the orthonormal Hadamard matrix, block by block; the sums have the order of `hadamard` in quantized.py.
+inline void hadamard(float* x, Int length) {
+    const Int size = length & -length;
+    for (Int step = 1; step < size; step *= 2)
+        for (Int i = 0; i < length; i += 2 * step)
+            for (Int j = i; j < i + step; j++) {
+                const float first = x[j], second = x[j + step];
+                x[j] = first + second, x[j + step] = first - second;
+            }
+    const float factor = float(1 / std::sqrt(double(size)));
+    for (Int i = 0; i < length; i++) x[i] *= factor;
+}
+
 // ---- reading ---------------------------------------------------------------------------------------------------------
 
-// LANES numbers from place i on of a run's first half, and as many of its second half.
-struct Halves {
-    floats of[2];
-};
-
-template <int BITS>
-INLINE Halves halves(const std::uint8_t* run, Int i) {
-    if constexpr (BITS == 8) return {widen(run + i), widen(run + RUN / 2 + i)};
-    const ints both = whole(run + i);
-    return {__builtin_convertvector(both & 15, floats), __builtin_convertvector(both >> 4, floats)};
+// The bits from `LOW` on of 8 x lanes codes of a run, which begin at code 8 x `first`: those of a plane of WIDTH bits.
+template <int WIDTH, int LOW, int RUN>
+INLINE longs plane_bits(const std::uint8_t* plane, int first) {
+    constexpr int WORDS = RUN * WIDTH / 64;  // of 8 bytes
+    constexpr std::uint64_t MASK = 0x0101010101010101u * ((1 << WIDTH) - 1);
+    longs words, places;
+    UNROLL for (int lane = 0; lane < LANES / 2; lane++) {
+        const int at = first + lane;
+        if constexpr (WORDS) {
+            words[lane] = load<std::uint64_t>(plane + at % WORDS * 8), places[lane] = at / WORDS * WIDTH;
+        } else {  // 4 bytes, whose next bits are those of the next 4 codes
+            const std::uint64_t bits = load<std::uint32_t>(plane);
+            words[lane] = bits | bits >> 1 << 32, places[lane] = 2 * at;
+        }
+    }
+    return (words >> places & MASK) << LOW;
 }
 
-// to[row][token] = query . key, for ROWS queries, (ROWS, d), and a group's keys. Keys of 4 bits are rotated by cos and
-// sin of their positions: `turns`, (d / 2, 2, TOKENS). `own` has 2 x d and ROWS x d numbers.
-template <int BITS, int ROWS>
-void score_group(const Quantized& group, Int d, const float* queries, const float* turns, float* own, float* to,
-                 Int stride) {
-    const float *scales = own, *zeros = own + d, *factors = queries;
-    float shifts[ROWS] = {};
-    if constexpr (BITS == 4) {
-        for (Int c = 0; c < d; c += LANES)
-            store(own + c, widen(group.scale + c)), store(own + d + c, widen(group.zero + c));
-    } else {  // query . (code * scale + zero) = (query * scale) . code + query . zero
-        for (int r = 0; r < ROWS; r++) {
-            floats shift = {};
-            for (Int c = 0; c < d; c += LANES) {
-                const floats query = widen(queries + r * d + c);
-                store(own + r * d + c, query * widen(group.scale + c));
-                shift = multiply_add(shift, query, widen(group.zero + c));
-            }
-            shifts[r] = sum_of(shift);
+// Write the codes of runs, a byte each.
+template <int BITS, int RUN>
+void unpack(const std::uint8_t* from, Int runs, std::uint8_t* to) {
+    constexpr int FOUR = BITS & 4 ? RUN / 2 : 0, TWO = BITS & 2 ? RUN / 4 : 0;  // bytes of a plane
+    for (Int run = 0; run < runs; run++, from += RUN * BITS / 8, to += RUN)
+        UNROLL for (int i = 0; i < RUN / 8; i += LANES / 2) {
+            longs codes = {};
+            if constexpr (BITS & 4) codes |= plane_bits<4, 0, RUN>(from, i);
+            if constexpr (BITS & 2) codes |= plane_bits<2, BITS & 4, RUN>(from + FOUR, i);
+            if constexpr (BITS & 1) codes |= plane_bits<1, BITS & 6, RUN>(from + FOUR + TWO, i);
+            std::memcpy(to + 8 * i, &codes, std::min(RUN - 8 * i, VECTOR));
         }
-        factors = own;
+}
+
+// The codes of a group, a byte each: in `scratch`, or where they are if they have 8 bits.
+inline const std::uint8_t* codes_of(const std::uint8_t* from, Int bits, Int run, Int count, std::uint8_t* scratch) {
+    if (bits == 8) return from;
+    const Int runs = count / run;
+    auto with_run = [&](auto width) {
+        constexpr int BITS = decltype(width)::value;
+        run == 64 ? unpack<BITS, 64>(from, runs, scratch) : unpack<BITS, 32>(from, runs, scratch);
+    };
+    if (bits == 2) with_run(std::integral_constant<int, 2>());
+    if (bits == 3) with_run(std::integral_constant<int, 3>());
+    if (bits == 4) with_run(std::integral_constant<int, 4>());
+    if (bits == 5) with_run(std::integral_constant<int, 5>());
+    if (bits == 6) with_run(std::integral_constant<int, 6>());
+    if (bits == 7) with_run(std::integral_constant<int, 7>());
+    return scratch;
+}
+
+// to[row][token] = query . key, for ROWS queries, (ROWS, d), and a group's keys, whose codes are (d, tokens) bytes. `own`
+// has ROWS x d numbers.
+template <int ROWS>
+void score_group(const Quantized& group, const std::uint8_t* codes, Int tokens, Int d, const float* queries, float* own,
+                 float* to, Int stride) {
+    float shifts[ROWS];
+    for (int r = 0; r < ROWS; r++) {  // query . (code * scale + zero) = (query * scale) . code + query . zero
+        floats shift = {};
+        for (Int c = 0; c < d; c += LANES) {
+            const floats query = widen(queries + r * d + c);
+            store(own + r * d + c, query * widen(group.scale + c));
+            shift = multiply_add(shift, query, widen(group.zero + c));
+        }
+        shifts[r] = sum_of(shift);
     }
-    for (Int i = 0; i < RUN / 2; i += LANES) {
-        Halves sums[ROWS];
-        for (int r = 0; r < ROWS; r++) sums[r] = {every(shifts[r]), every(shifts[r])};
-        for (Int c = 0; c < d; c += 2) {
-            Halves x = halves<BITS>(group.codes + c * RUN * BITS / 8, i);
-            Halves y = halves<BITS>(group.codes + (c + 1) * RUN * BITS / 8, i);
-            for (int h = 0; BITS == 4 && h < 2; h++) {
-                const float* turn = turns + c * TOKENS + h * RUN / 2 + i;
-                const floats cos = widen(turn), sin = widen(turn + TOKENS);
-                const floats a = multiply_add(every(zeros[c]), x.of[h], scales[c]);
-                const floats b = multiply_add(every(zeros[c + 1]), y.of[h], scales[c + 1]);
-                x.of[h] = multiply_add(a * cos, -b, sin), y.of[h] = multiply_add(b * cos, a, sin);
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int h = 0; h < 2; h++) {
-                    const float* factor = factors + r * d + c;
-                    sums[r].of[h] = multiply_add(multiply_add(sums[r].of[h], x.of[h], factor[0]), y.of[h], factor[1]);
-                }
-        }
+    for (Int i = 0; i < tokens; i += VECTORS<ROWS> * LANES) {
+        floats sums[ROWS][VECTORS<ROWS>];
         for (int r = 0; r < ROWS; r++)
-            store(to + r * stride + i, sums[r].of[0]), store(to + r * stride + RUN / 2 + i, sums[r].of[1]);
+            for (floats& sum : sums[r]) sum = every(shifts[r]);
+        for (Int c = 0; c < d; c++)
+            UNROLL for (int v = 0; v < VECTORS<ROWS>; v++) {
+                const floats x = widen(codes + c * tokens + i + v * LANES);
+                UNROLL for (int r = 0; r < ROWS; r++) sums[r][v] = multiply_add(sums[r][v], x, own[r * d + c]);
+            }
+        for (int r = 0; r < ROWS; r++)
+            UNROLL for (int v = 0; v < VECTORS<ROWS>; v++) store(to + r * stride + i + v * LANES, sums[r][v]);
     }
 }
 
-// to[row] += the sum of weights[row][token] * value, for ROWS rows and a group's values: the scale and the zero are
-// multiplied with the weight. `own` has ROWS x TOKENS numbers.
-template <int BITS, int ROWS>
-void add_group(const Quantized& group, Int d, const float* weights, Int weights_stride, float* own, float* to,
-               Int stride) {
-    for (Int part = 0; part < d / PART; part++) {
-        const half *scale = group.scale + part * TOKENS, *zero = group.zero + part * TOKENS;
+// The keys of AT_ONCE tokens of a group, (d, AT_ONCE), from codes before RoPE, (d, tokens), rotated by cos and sin of
+// their positions: `turns`, (d / 2, 2, tokens).
+inline void rotated_keys(const Quantized& group, const std::uint8_t* codes, Int tokens, Int d, const float* turns,
+                         float* to) {
+    for (Int c = 0; c < d; c += LANES) {
+        float scales[LANES], zeros[LANES];
+        store(scales, widen(group.scale + c)), store(zeros, widen(group.zero + c));
+        for (int i = 0; i < LANES; i += 2, codes += 2 * tokens, turns += 2 * tokens, to += 2 * AT_ONCE)
+            UNROLL for (int h = 0; h < AT_ONCE; h += LANES) {
+                const floats cos = widen(turns + h), sin = widen(turns + tokens + h);
+                const floats a = multiply_add(every(zeros[i]), widen(codes + h), scales[i]);
+                const floats b = multiply_add(every(zeros[i + 1]), widen(codes + tokens + h), scales[i + 1]);
+                store(to + h, multiply_add(a * cos, -b, sin)), store(to + AT_ONCE + h, multiply_add(b * cos, a, sin));
+            }
+    }
+}
+
+// to[row][token] = query . key, for ROWS queries, (ROWS, d), and the keys of AT_ONCE tokens, (d, AT_ONCE).
+template <int ROWS>
+void score_keys(const float* keys, Int d, const float* queries, float* to, Int stride) {
+    for (Int i = 0; i < AT_ONCE; i += VECTORS<ROWS> * LANES) {
+        floats sums[ROWS][VECTORS<ROWS>] = {};
+        for (Int c = 0; c < d; c++)
+            UNROLL for (int v = 0; v < VECTORS<ROWS>; v++) {
+                const floats key = widen(keys + c * AT_ONCE + i + v * LANES);
+                UNROLL for (int r = 0; r < ROWS; r++) sums[r][v] = multiply_add(sums[r][v], key, queries[r * d + c]);
+            }
+        for (int r = 0; r < ROWS; r++)
+            UNROLL for (int v = 0; v < VECTORS<ROWS>; v++) store(to + r * stride + i + v * LANES, sums[r][v]);
+    }
+}
+
+// to[row] += the sum of weights[row][token] * value, for ROWS rows and a group's values, whose codes are (tokens, d)
+// bytes: the scale and the zero are multiplied with the weight. `own` has ROWS x tokens numbers.
+template <int ROWS>
+void add_group(const Quantized& group, const std::uint8_t* codes, Int tokens, Int d, Int parts, const float* weights,
+               Int weights_stride, float* own, float* to, Int stride) {
+    for (Int part = 0; part < parts; part++) {
+        const half *scale = group.scale + part * tokens, *zero = group.zero + part * tokens;
         float shifts[ROWS];
         for (int r = 0; r < ROWS; r++) {
             floats shift = {};
-            for (int token = 0; token < TOKENS; token += LANES) {
+            for (Int token = 0; token < tokens; token += LANES) {
                 const floats weight = widen(weights + r * weights_stride + token);
-                store(own + r * TOKENS + token, weight * widen(scale + token));
+                store(own + r * tokens + token, weight * widen(scale + token));
                 shift = multiply_add(shift, weight, widen(zero + token));
             }
             shifts[r] = sum_of(shift);
         }
-        for (Int i = 0; i < RUN / 2; i += LANES) {
-            Halves sums[ROWS];
-            for (int r = 0; r < ROWS; r++) sums[r] = {every(shifts[r]), every(shifts[r])};
-            for (int token = 0; token < TOKENS; token++) {
-                const Halves x = halves<BITS>(group.codes + (token * d + part * PART) * BITS / 8, i);
-                for (int r = 0; r < ROWS; r++)
-                    for (int h = 0; h < 2; h++)
-                        sums[r].of[h] = multiply_add(sums[r].of[h], x.of[h], own[r * TOKENS + token]);
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int h = 0; h < 2; h++) {
-                    float* sum = to + r * stride + part * PART + h * RUN / 2 + i;
-                    store(sum, widen(sum) + sums[r].of[h]);
+        for (Int i = d / parts * part; i < d / parts * (part + 1); i += 2 * LANES) {
+            floats sums[ROWS][2];
+            for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = every(shifts[r]);
+            for (Int token = 0; token < tokens; token++)
+                UNROLL for (int h = 0; h < 2; h++) {
+                    const floats x = widen(codes + token * d + i + h * LANES);
+                    UNROLL for (int r = 0; r < ROWS; r++)
+                        sums[r][h] = multiply_add(sums[r][h], x, own[r * tokens + token]);
+                }
+            UNROLL for (int r = 0; r < ROWS; r++)
+                UNROLL for (int h = 0; h < 2; h++) {
+                    float* sum = to + r * stride + i + h * LANES;
+                    store(sum, widen(sum) + sums[r][h]);
                 }
         }
     }
@@ -137,68 +220,84 @@ struct Range {
     }
 };
 
-// The scale and zero of a range, rounded to float16, and the divisor.
+// The scale and zero of a range, rounded to float16, and the divisor, for codes of 0 to `most`.
 struct Steps {
     half scales[LANES], zeros[LANES];
     floats divisor, zero;
+    float most;
 
-    template <int BITS>
-    static Steps of(const Range& range) {
-        Steps it;
-        narrow((range.high - range.low) / float((1 << BITS) - 1), it.scales);
-        narrow(range.low, it.zeros);
-        const floats scale = widen(it.scales);
-        it.divisor = scale < 0x1p-14f ? floats{} + 0x1p-14f : scale, it.zero = widen(it.zeros);
-        return it;
+    Steps(const Range& range, Int bits) : most(float((1 << bits) - 1)) {
+        narrow((range.high - range.low) / most, scales);
+        narrow(range.low, zeros);
+        const floats scale = widen(scales);
+        divisor = scale < 0x1p-14f ? floats{} + 0x1p-14f : scale, zero = widen(zeros);
     }
 
-    template <int BITS>
     ints codes(floats x) const {
-        const floats steps = (x - zero) / divisor, most = every((1 << BITS) - 1);
+        const floats steps = (x - zero) / divisor, last = every(most);
         floats code = steps > 0.0f ? steps : floats{};
-        code = code < most ? code : most;
+        code = code < last ? code : last;
         return (ints)(code + ROUND) - 0x4b400000;  // to nearest, ties to even
     }
 };
 
-// Pack a run of codes.
-template <int BITS>
-void pack(const std::int32_t* codes, std::uint8_t* to) {
-    for (int i = 0; i < RUN * BITS / 8; i++) to[i] = BITS == 8 ? codes[i] : codes[i] | codes[RUN / 2 + i] << 4;
-}
-
-// A full group of keys, (TOKENS, d) with `stride` from token to token.
-template <int BITS, class T>
-void make_keys(const T* from, Int stride, Int d, const Quantized& to) {
-    for (Int c = 0; c < d; c += LANES) {
-        Range range{widen(from + c), widen(from + c)};
-        for (int token = 1; token < TOKENS; token++) range.add(widen(from + token * stride + c));
-        const Steps steps = Steps::of<BITS>(range);
-        std::memcpy(to.scale + c, steps.scales, sizeof steps.scales);
-        std::memcpy(to.zero + c, steps.zeros, sizeof steps.zeros);
-        std::int32_t codes[LANES][TOKENS];
-        for (int token = 0; token < TOKENS; token++) {
-            const ints some = steps.codes<BITS>(widen(from + token * stride + c));
-            for (int lane = 0; lane < LANES; lane++) codes[lane][token] = some[lane];
+// Pack codes, in runs, as `packed` in quantized.py does.
+inline void pack(const std::int32_t* codes, Int bits, Int run, Int length, std::uint8_t* to) {
+    for (Int first = 0; first < length; first += run) {
+        int low = 0;
+        for (const int width : {8, 4, 2, 1}) {
+            if (!(bits & width)) continue;
+            const Int count = run * width / 8;
+            for (Int i = 0; i < count; i++) {
+                int byte = 0;
+                for (int place = 0; place < 8 / width; place++)
+                    byte |= (codes[first + i + place * count] >> low & ((1 << width) - 1)) << place * width;
+                *to++ = std::uint8_t(byte);
+            }
+            low += width;
         }
-        for (int lane = 0; lane < LANES; lane++) pack<BITS>(codes[lane], to.codes + (c + lane) * TOKENS * BITS / 8);
     }
 }
 
-// The same for values.
-template <int BITS, class T>
-void make_values(const T* from, Int stride, Int d, const Quantized& to) {
-    const Int parts = d / PART;
-    for (Int i = 0; i < TOKENS * parts; i++) {
-        const Int token = i / parts, part = i % parts;
-        const T* numbers = from + token * stride + part * PART;
-        Range range{widen(numbers), widen(numbers)};
-        for (Int c = LANES; c < PART; c += LANES) range.add(widen(numbers + c));
-        const Steps steps = Steps::of<BITS>(range.of_all());
-        to.scale[part * TOKENS + token] = steps.scales[0], to.zero[part * TOKENS + token] = steps.zeros[0];
-        std::int32_t codes[PART];
-        for (Int c = 0; c < PART; c += LANES) store(codes + c, steps.codes<BITS>(widen(numbers + c)));
-        pack<BITS>(codes, to.codes + (token * d + part * PART) * BITS / 8);
+// A group of keys, (tokens, d) with `stride` from token to token. The first `sinks` have the codes of the next token:
+// they are stored elsewhere.
+template <class T>
+void make_keys(const T* from, Int stride, Int d, const Groups& groups, Int sinks, const Quantized& to) {
+    const Int tokens = groups.tokens;
+    for (Int c = 0; c < d; c += LANES) {
+        Range range{widen(from + sinks * stride + c), widen(from + sinks * stride + c)};
+        for (Int token = sinks + 1; token < tokens; token++) range.add(widen(from + token * stride + c));
+        const Steps steps(range, groups.key_bits);
+        std::memcpy(to.scale + c, steps.scales, sizeof steps.scales);
+        std::memcpy(to.zero + c, steps.zeros, sizeof steps.zeros);
+        std::int32_t codes[LANES][MOST_TOKENS];
+        for (Int token = 0; token < tokens; token++) {
+            const ints some = steps.codes(widen(from + std::max(token, sinks) * stride + c));
+            for (int lane = 0; lane < LANES; lane++) codes[lane][token] = some[lane];
+        }
+        const Int bytes = tokens * groups.key_bits / 8;
+        for (int lane = 0; lane < LANES; lane++)
+            pack(codes[lane], groups.key_bits, tokens, tokens, to.codes + (c + lane) * bytes);
+    }
+}
+
+// The same for values. `own` has d numbers and d codes.
+template <class T>
+void make_values(const T* from, Int stride, Int d, const Groups& groups, Int sinks, float* own, const Quantized& to) {
+    const Int tokens = groups.tokens, size = d / groups.parts;
+    std::int32_t* codes = (std::int32_t*)(own + d);
+    for (Int token = 0; token < tokens; token++) {
+        for (Int c = 0; c < d; c += LANES) store(own + c, widen(from + std::max(token, sinks) * stride + c));
+        if (groups.rotates_values) hadamard(own, d);
+        for (Int part = 0; part < groups.parts; part++) {
+            const float* numbers = own + part * size;
+            Range range{widen(numbers), widen(numbers)};
+            for (Int c = LANES; c < size; c += LANES) range.add(widen(numbers + c));
+            const Steps steps(range.of_all(), groups.value_bits);
+            to.scale[part * tokens + token] = steps.scales[0], to.zero[part * tokens + token] = steps.zeros[0];
+            for (Int c = 0; c < size; c += LANES) store(codes + part * size + c, steps.codes(widen(numbers + c)));
+        }
+        pack(codes, groups.value_bits, groups.run(d), d, to.codes + token * d * groups.value_bits / 8);
     }
 }
 
