@@ -7,7 +7,9 @@ code serves; the native forward knows addresses and sizes only.
 from collections.abc import Iterable, Sequence
 from ctypes import Array
 from dataclasses import dataclass
-from operator import add, is_
+from functools import cache as cached
+from itertools import accumulate
+from operator import add, is_, sub
 from typing import cast
 
 import torch
@@ -17,7 +19,17 @@ from llama.fast.fingerprint import TensorLayout
 from llama.fast.native_description import check_tensor
 from llama.fast.native_library import Groups, LayerCache, NativeModel
 from llama.fast.supported import Unsupported, check_attributes
-from llama.kv_cache import Cache, Int4Cache, Int8Cache, KiviCache, KVCache, PagedCache, RotatedCache, StaticCache
+from llama.kv_cache import (
+    Cache,
+    Int4Cache,
+    Int8Cache,
+    KiviCache,
+    KVCache,
+    PagedCache,
+    RotatedCache,
+    ScoredCache,
+    StaticCache,
+)
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.kv_cache.paged import BLOCK
@@ -25,7 +37,7 @@ from llama.kv_cache.quantized import QuantizedCache
 from llama.rope import RopeTable
 from llama.rows import Rows
 
-# The kinds that are served, and their numbers in `native/forward.cpp`.
+# The kinds that are served, and their numbers in `native/forward.cpp`. ScoredCache stands for subclasses: `served_as`.
 KINDS: dict[type[KVCache], int] = {
     StaticCache: 1,
     Int8Cache: 2,
@@ -33,13 +45,20 @@ KINDS: dict[type[KVCache], int] = {
     RotatedCache: 2,
     KiviCache: 2,
     PagedCache: 3,
+    ScoredCache: 4,
 }
 _NAMES = {kind: frozenset(dir(kind)) for kind in KINDS}  # of methods and settings
+# What a subclass of ScoredCache may define: which positions are kept, as a prompt ends, and what describes the kind.
+_OF_METHODS = {
+    *("score", "budget", "choose", "configure", "kept_of", "every_step", "adds_up"),
+    *("lossless", "whole_prompt", "form", "default", "observes", "has_rope_starts"),
+    *(name for name in _NAMES[ScoredCache] if name.startswith("__") and not callable(getattr(ScoredCache, name))),
+}
 
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Memory for a call in every layer of a cache: `kind`, `slots`, `layers` and `groups` are passed to native code.
+    """Memory for a call in every layer of a cache: all but `buffers` is passed to native code.
 
     buffers: the memory at the layers' addresses, which stays allocated as long as this object.
     """
@@ -49,6 +68,7 @@ class CacheRoom:
     layers: Array[LayerCache]
     groups: Groups
     buffers: list[Tensor]
+    bases: Tensor | None
 
 
 class _Tables:
@@ -81,6 +101,29 @@ class _Tables:
         return all(cache.pool.shares[block] == 1 for cache in caches for block in written)
 
 
+class _Runs:
+    """Where the runs of kept keys of every layer begin, and the position of each row's first slot."""
+
+    def __init__(self, caches: Sequence[ScoredCache], layers: Iterable[LayerCache]) -> None:
+        self._counts = [[list(row) for row in cache._counts] for cache in caches]
+        bases = list(caches[0]._bases) if caches else []
+        self.bases, self.memory = torch.tensor(bases, dtype=torch.int64, device="cpu"), list[Tensor]()
+        for layer, cache, counts in zip(layers, caches, self._counts, strict=True):
+            ends = list(accumulate((count for row in counts for count in row), initial=0))
+            whole = len(counts) == len(bases) and ends[-1] == len(cast(Tensor, cache.kept_keys))
+            if not whole or not all(
+                len(row) == cache.args.n_kv_heads and 0 <= min(row) <= max(row) <= base
+                for row, base in zip(counts, bases, strict=True)
+            ):
+                raise Unsupported("the counts of a layer's kept keys are not those of its keys")
+            self.memory.append(torch.tensor(ends, dtype=torch.int64, device="cpu"))
+            layer.runs = self.memory[-1].data_ptr()
+
+    def same(self, caches: Sequence[ScoredCache]) -> bool:
+        """Return True if the caches have the same runs, and the same bases."""
+        return self._counts == [cache._counts for cache in caches] and self.bases.tolist() == caches[0]._bases
+
+
 class NativeCache:
     """The addresses of one cache's buffers, which are written again whenever a buffer has moved."""
 
@@ -91,22 +134,25 @@ class NativeCache:
         self._names: Sequence[str] = ()
         self._slots = 0
         self._layers = (LayerCache * 0)()
-        self._tables = _Tables([], [])
+        self._tables, self._runs = _Tables([], []), _Runs([], [])
 
     def reserve(self, model: NativeModel, cache: Cache, rows: Rows, *, whole: bool) -> CacheRoom:
         """Allocate in every layer what a call will write. Raises Unsupported, and the errors of `update`.
 
         whole: whether the logits of all tokens are computed, also those of padding.
         """
-        layers, kind = cache.layers, type(cache.layers[0])
+        layers, kind = cache.layers, served_as(type(cache.layers[0]))
         if kind is StaticCache:
             self._reserve_static(model, cast(list[StaticCache], layers), rows, whole=whole)
         elif kind is PagedCache:
             self._reserve_blocks(model, cast(list[PagedCache], layers), rows, whole=whole)
+        elif kind is ScoredCache:
+            self._reserve_behind(model, cast(list[ScoredCache], layers), rows)
         else:
             self._reserve_groups(model, cast(list[QuantizedCache], layers), rows)
-        buffers = cast(list[Tensor], self._buffers(layers))
-        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), buffers)
+        buffers, bases = cast(list[Tensor], self._buffers(layers)), self._runs.bases if kind is ScoredCache else None
+        held = [*buffers, *self._runs.memory]
+        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), held, bases)
 
     def moved(self, cache: Cache, room: CacheRoom) -> bool:
         """Return True if the cache has other buffers than `room`: another text of its pool may replace them."""
@@ -119,7 +165,7 @@ class NativeCache:
         like = _like(model)
         rooms = [cache.room(bsz, length, like=like) for cache in caches]
         shape = (*rooms[0][0].shape[:2], *like.shape[2:])
-        self._write(model, caches, {"keys": (shape, like.dtype), "values": (shape, like.dtype)})
+        self._write(model, caches, [{"keys": (shape, like.dtype), "values": (shape, like.dtype)}] * len(caches))
 
     def _reserve_groups(self, model: NativeModel, caches: list[QuantizedCache], rows: Rows) -> None:
         first, bsz = caches[0], len(rows.starts)
@@ -138,7 +184,7 @@ class NativeCache:
                 cache._take(bsz, rows.end, like=like)
             assert first.key_codes is not None
             rows_held, groups_held = first.key_codes.shape[:2]
-            self._write(model, caches, first.sizes(rows_held, groups_held, like))
+            self._write(model, caches, [first.sizes(rows_held, groups_held, like)] * len(caches))
             self._groups = groups
         for cache in caches:
             cache._note_ends(rows.starts, rows.lengths)
@@ -152,10 +198,37 @@ class NativeCache:
         like = _like(model)
         for cache in caches:
             cache._take(rows.starts, rows.lengths, like=like)
-        shape = (BLOCK, *like.shape[2:])
-        self._write(model, caches, dict.fromkeys(("keys", "values"), (shape, like.dtype)), own_length=True)
+        pools = [(len(cast(Tensor, cache.keys)), BLOCK, *like.shape[2:]) for cache in caches]
+        self._write(model, caches, [dict.fromkeys(("keys", "values"), (shape, like.dtype)) for shape in pools])
         self._tables = _Tables(caches, self._layers)
         self._slots = self._tables.width
+
+    def _reserve_behind(self, model: NativeModel, caches: list[ScoredCache], rows: Rows) -> None:
+        first, bsz = caches[0], len(rows.starts)
+        step = rows.width == 1 and 0 not in rows.starts and not rows.prompt_ends
+        if not step or any(cache.kept_keys is None for cache in caches):
+            raise Unsupported(
+                f"kv_cache={first.args.kv_cache!r} observes the attention of a prompt, and only the steps after the "
+                "prompt have native code"
+            )
+        if any((cache._ends, cache._bases) != (first._ends, first._bases) for cache in caches):
+            raise Unsupported("the layers' caches were written up to, or compressed at, different positions")
+        first._refuse_what_is_gone(rows.starts)
+        first.args.check_room(bsz, rows.end)
+        behind, held = first._behind(rows), (0, 0) if first.keys is None else first.keys.shape
+        fits = held[0] >= bsz and held[1] >= behind.end
+        if not (fits and self._unchanged(model, caches) and self._runs.same(caches)):
+            like = _like(model)
+            for cache in caches:
+                cache._take(bsz, behind.end, like=like)
+            behind_sizes = first.sizes(*cast(Tensor, first.keys).shape[:2], like)
+            kept = [(len(cast(Tensor, cache.kept_keys)), model.head_dim) for cache in caches]
+            names = ("kept_keys", "kept_values")
+            self._write(model, caches, [behind_sizes | dict.fromkeys(names, (shape, like.dtype)) for shape in kept])
+            self._runs = _Runs(caches, self._layers)
+        for cache in caches:
+            cache._note_ends(rows.starts, rows.lengths)
+            cache._note_call(behind)
 
     def _unchanged(self, model: NativeModel, caches: Sequence[KVCache]) -> bool:
         """Return True if the addresses are those of the buffers, for a model of these sizes."""
@@ -166,32 +239,38 @@ class NativeCache:
         self,
         model: NativeModel,
         caches: Sequence[KVCache],
-        shapes: dict[str, tuple[Sequence[int], torch.dtype]],
-        *,
-        own_length: bool = False,
+        sizes: Sequence[dict[str, tuple[Sequence[int], torch.dtype]]],
     ) -> None:
-        """Write the addresses of all buffers, which must have these shapes and dtypes.
-
-        own_length: the first size of the buffers differs between layers, and `shapes` leave it out.
-        """
-        self._layout, self._names = None, list(shapes)
+        """Write the addresses of each layer's buffers, which must have these shapes and dtypes."""
+        self._layout, self._names = None, list(sizes[0])
+        self._tables, self._runs = _Tables([], []), _Runs([], [])  # not of the new array
         self._layers = (LayerCache * len(caches))()  # a new array: an earlier call may still read the old one
-        for layer, cache in zip(self._layers, caches, strict=True):
-            for name, (shape, dtype) in shapes.items():
-                length = cast(Tensor, cache.keys).shape[:1] if own_length else ()
-                setattr(layer, name, check_tensor(getattr(cache, name), (*length, *shape), dtype))
+        for layer, cache, own in zip(self._layers, caches, sizes, strict=True):
+            for name, (shape, dtype) in own.items():
+                setattr(layer, name, check_tensor(getattr(cache, name), shape, dtype))
         self._sizes, self._layout = _sizes(model), TensorLayout(cast(list[Tensor], self._buffers(caches)))
-        self._slots = next(iter(shapes.values()))[0][1]
+        self._slots = next(iter(sizes[0].values()))[0][1]
 
     def _buffers(self, caches: Sequence[KVCache]) -> list[Tensor | None]:
         return [vars(cache).get(name) for cache in caches for name in self._names]
+
+
+@cached
+def served_as(kind: type[KVCache]) -> type[KVCache] | None:
+    """Return the class in KINDS that stores and returns what this one does; None if there is none."""
+    if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
+        return kind if kind in KINDS else None
+    own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}
+    contract = _NAMES[ScoredCache] | KVCache.__annotations__.keys() | ScoredCache.__annotations__.keys()
+    return None if own & contract - _OF_METHODS else ScoredCache
 
 
 def check_cache(model: NativeModel, cache: Cache, rope: RopeTable) -> None:
     """Raise Unsupported unless native code computes what the cache's own methods would, for a model of these angles."""
     first = cache.layers[0]
     for layer in cache.layers:
-        if type(layer) not in KINDS:
+        served = served_as(type(layer))
+        if served is None:
             raise Unsupported(_unknown(layer))
         if type(layer) is not type(first) or layer.args.kv_cache != first.args.kv_cache:
             raise Unsupported("the layers' caches are of different kinds")
@@ -199,7 +278,7 @@ def check_cache(model: NativeModel, cache: Cache, rope: RopeTable) -> None:
             raise Unsupported("layers, or their caches, differ in their heads")
         if layer.unrotated and layer.rope is not rope:
             raise Unsupported("a layer's cache has other angles than the model")
-        if not _NAMES[type(layer)].isdisjoint(vars(layer)):
+        if not _NAMES[served].isdisjoint(vars(layer)):
             check_attributes(layer)
     if len(cache.layers) != model.layer_count:
         raise Unsupported(f"the cache has {len(cache.layers)} layers, and the model {model.layer_count}")
@@ -210,7 +289,9 @@ def _unknown(cache: KVCache) -> str:
     names = {kind: name for name, kind in KVCache.kinds.items()}
     asked = cache.args.kv_cache
     name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else type(cache).__name__
-    return f"{name} has no fast step; these kinds have one: {', '.join(names[kind] for kind in KINDS)}"
+    served = [names[kind] for kind in KINDS if kind in names]
+    served += sorted(name for kind, name in names.items() if kind not in KINDS and served_as(kind) is not None)
+    return f"{name} has no fast step; these kinds have one: {', '.join(served)}"
 
 
 def steps_left(cache: Cache, starts: Sequence[int]) -> int:
@@ -221,6 +302,8 @@ def steps_left(cache: Cache, starts: Sequence[int]) -> int:
     first = cache.layers[0]
     if isinstance(first, PagedCache):  # up to the end of the first block that is full
         return min(-(start + 1) % BLOCK for start in starts)
+    if isinstance(first, ScoredCache):
+        return cast(Tensor, first.keys).shape[1] - max(map(sub, starts, first._bases)) - 1
     return cast(int, first.slots) - max(starts) - 1
 
 

@@ -19,7 +19,7 @@ from llama.fast.native_description import mapped_matrix
 from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
-from llama.kv_cache import KVCache
+from llama.kv_cache import KVCache, ScoredCache
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
@@ -125,17 +125,20 @@ def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
 
 def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCache]) -> float:
     """Return how far native logits are from the modules' after a prompt in a cache of this kind."""
-    name = next(name for name, kind in KVCache.kinds.items() if kind is wanted)
-    prompt = torch.arange(165, device="cpu")[None] % _ARGS.vocab_size  # the default windows leave a group
-    step = prompt[:, :5]
+    steps_alone = wanted is ScoredCache
+    name = "adakv:0.5" if steps_alone else next(name for name, kind in KVCache.kinds.items() if kind is wanted)
+    widths = [1] * 5 if steps_alone else [5]
+    tokens = torch.arange(170, device="cpu")[None] % _ARGS.vocab_size  # the default windows leave a group
+    prompt, *steps = tokens.split([165, *widths], dim=1)
     with torch.inference_mode():
         held = model.new_cache(name)
+        model.runner = None if steps_alone else runner
         model(prompt, cache=held)
-        copied = held.copy()
-        native = model(step, prompt.shape[1], cache=held)
-        model.runner = None
-        plain = model(step, prompt.shape[1], cache=copied)
+        made = []
+        for model.runner, cache in ((runner, held.copy()), (None, held)):
+            made.append(torch.cat([model(step, 165 + place, cache=cache) for place, step in enumerate(steps)], dim=1))
         model.runner = runner
+    native, plain = made
     return float((native - plain).abs().max() / plain.abs().max())
 
 

@@ -42,6 +42,9 @@ class LayerCache(ctypes.Structure):
         *((name, c_void_p) for name in ("keys", "values")),
         *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),
         ("table", c_void_p),
+        ("kept_keys", c_void_p),
+        ("kept_values", c_void_p),
+        ("runs", c_void_p),
     )
 
 
@@ -99,6 +102,7 @@ class NativeBatch(ctypes.Structure):
         ("slots", c_int64),
         ("caches", POINTER(LayerCache)),  # of every layer, or null
         ("groups", Groups),
+        ("bases", c_void_p),  # or null
         ("kept", c_void_p),
         ("logits", c_void_p),
         ("choice", c_void_p),  # a Choice, or null

@@ -56,7 +56,7 @@ class ScoredCache(CountingCache):
         self.kept_keys = self.kept_values = self.kept_positions = self.kept_scores = None
         self._counts: list[list[int]] = []  # the number of kept positions of each row and KV head
         self._bases: list[int] = []  # the position of each row's first token in `keys`
-        self._last = Rows((0,), 0, (0,))  # of the last call, by places in `keys`
+        self._fed, self._padding = 0, 0  # the rows of the last call, and the places of padding that it returned
 
     def configure(self, params: str) -> None:
         text = params or self.default
@@ -137,16 +137,16 @@ class ScoredCache(CountingCache):
         self._take(len(rows.starts), behind.end, like=xk)
         self._write(behind, xk, xv)
         self._note_ends(rows.starts, rows.lengths)
-        self._last = behind
+        self._note_call(behind)
         return self._all("keys"), self._all("values")
 
     def key_positions(self) -> Tensor | None:
         if self.kept_positions is None:
             return None
-        bsz, device = len(self._last.starts), self.kept_positions.device
-        bases = torch.tensor(self._bases[:bsz], device=device)[:, None, None]  # (bsz, 1, 1)
-        behind = (bases + torch.arange(self._last.end, device=device)).expand(-1, self.args.n_kv_heads, -1)
-        return torch.cat((self._padded(self.kept_positions, bsz), behind), dim=-1)
+        device = self.kept_positions.device
+        bases = torch.tensor(self._bases[: self._fed], device=device)[:, None, None]  # (bsz, 1, 1)
+        behind = (bases + torch.arange(self._places(), device=device)).expand(-1, self.args.n_kv_heads, -1)
+        return torch.cat((self._padded(self.kept_positions, self._fed), behind), dim=-1)
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
         if self.kept_keys is None:
@@ -154,9 +154,9 @@ class ScoredCache(CountingCache):
         bsz, device = len(rows.starts), xq.device
         counts = torch.tensor(self._counts[:bsz], device=device)  # (bsz, n_kv_heads)
         kept = torch.arange(int(counts.max()), device=device) < counts[..., None]
-        first = torch.tensor(self._last.starts, device=device)[:, None, None]
+        first = torch.tensor(self._behind(rows).starts, device=device)[:, None, None]
         queries = first + torch.arange(rows.width, device=device)[:, None]  # (bsz, seqlen, 1), places in `keys`
-        behind = torch.arange(self._last.end, device=device) <= queries
+        behind = torch.arange(self._places(), device=device) <= queries
         heads = self.args.n_kv_heads
         return torch.cat(
             (kept[:, :, None].expand(-1, -1, rows.width, -1), behind[:, None].expand(-1, heads, -1, -1)), dim=-1
@@ -252,6 +252,15 @@ class ScoredCache(CountingCache):
         starts = [start - base for start, base in zip(rows.starts, self._bases, strict=False)]
         return Rows(tuple(starts), rows.width, rows.lengths, rows.prompt_ends)
 
+    def _note_call(self, behind: Rows) -> None:
+        """Note the rows of a call, by their places in `keys`; their ends are noted before."""
+        self._fed, self._padding = len(behind.starts), 0
+        self._padding = behind.end - self._places()
+
+    def _places(self) -> int:
+        """Return how many places of `keys` and `values` the last call returned."""
+        return _most(self._bases[: self._fed], self._ends[: self._fed]) + self._padding
+
     def _take(self, rows: int, length: int, like: Tensor, *, anew: bool = False) -> None:
         """Allocate `keys` and `values` for at least so many rows and positions; `anew` drops what they contain."""
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
@@ -268,9 +277,8 @@ class ScoredCache(CountingCache):
 
     def _all(self, name: str) -> Tensor:
         """Return the kept keys or values and those behind them, (bsz, kv_len, n_kv_heads, head_dim)."""
-        bsz, kept = len(self._last.starts), getattr(self, f"kept_{name}")
-        behind: Tensor = getattr(self, name)[:bsz, : self._last.end]
-        return behind if kept is None else torch.cat((self._padded(kept, bsz).transpose(1, 2), behind), dim=1)
+        kept, behind = getattr(self, f"kept_{name}"), getattr(self, name)[: self._fed, : self._places()]
+        return behind if kept is None else torch.cat((self._padded(kept, self._fed).transpose(1, 2), behind), dim=1)
 
     def _padded(self, kept: Tensor, bsz: int) -> Tensor:
         """Return what is kept of the first rows, (bsz, n_kv_heads, most, ...); a shorter head ends in any numbers."""

@@ -41,7 +41,7 @@ from llama.session import Session
 
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
-CACHES = ("static", "int8", "int4", "rotated:k4v3+1", "paged")
+CACHES = ("static", "int8", "int4", "rotated:k4v3+1", "paged", "adakv:0.25")
 
 
 class Looping(NativeRunner):
@@ -131,7 +131,7 @@ def test_rows_that_share_their_beginning_or_begin_with_a_session(kv_cache: str) 
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(("kv_cache", "stored"), [("int8", "_ends"), ("paged", "tables")])
+@pytest.mark.parametrize(("kv_cache", "stored"), [("int8", "_ends"), ("paged", "tables"), ("adakv:0.25", "_ends")])
 def test_the_caches_store_for_each_row_what_they_store_for_plain_steps(
     kv_cache: str, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

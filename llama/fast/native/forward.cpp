@@ -22,16 +22,19 @@ struct LayerCache {  // the buffers of a text's cache in one layer; null if its 
     void *keys, *values;         // (rows, slots, kv_heads, head_dim); those of GROUPED are in full precision
     Quantized key, value;        // (rows, slots, kv_heads, ...)
     const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
+    const void *kept_keys, *kept_values;  // (kept, head_dim) of COMPRESSED: a run for every row and kv head, in this order
+    const Int* runs;                      // (rows * kv_heads + 1,): where each run begins, and the end of the last one
 };
 
 constexpr LayerCache NO_CACHE{};
 
 // The kinds of cache. Between two steps, the plain path may read and write the same buffers.
 enum Kind : Int {
-    NONE,     // nothing
-    STATIC,   // a slot for every position
-    GROUPED,  // groups of positions in few bits, see groups.h, and some positions in full precision
-    PAGED,    // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
+    NONE,        // nothing
+    STATIC,      // a slot for every position
+    GROUPED,     // groups of positions in few bits, see groups.h, and some positions in full precision
+    PAGED,       // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
+    COMPRESSED,  // some positions for every kv head, and a slot for every position behind them; a call feeds one per row
 };
 
 struct Model {
@@ -55,6 +58,7 @@ struct Batch {
     Int kind, slots;         // of the cache; slots: its capacity in positions, groups or blocks
     const LayerCache* caches;  // of each layer; null if the kind is NONE
     Groups groups;    // of GROUPED
+    const Int* bases;  // (rows,) of COMPRESSED: the position of the first slot; else null
     const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
     float* logits;
     const Choice* choice;  // how to choose from these logits, or null
@@ -127,7 +131,7 @@ struct Forward {
         apart = together && tokens < 2 * threads;
         Int longest = 0;
         for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
-        chunks = (longest + KEYS - 1) / KEYS;
+        chunks = (longest + KEYS - 1) / KEYS + (batch.kind == COMPRESSED);  // the last chunk of a run may not be full
         Carver carver{batch.workspace};
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
         begin = carver.take<Int>(batch.rows + 1);
@@ -332,6 +336,7 @@ struct Forward {
     // The address of a position's keys or values: in the layer's cache, or unquantised in `own_side`.
     T* place_of(const std::int32_t* table, void* cache, T* own_side, Int row, Int position) const {
         if (owns()) return own_side + place_of_own(row, position);
+        if (batch.bases) position -= batch.bases[row];
         if (table) position = table[row * batch.slots + position / PAGE] * PAGE + position % PAGE;
         else position += row * batch.slots;
         return (T*)cache + position * kv;
@@ -449,6 +454,7 @@ struct Forward {
 
     // Attention for a block's tokens; the output overwrites the queries.
     void attend(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
+        if (batch.kind == COMPRESSED) return attend_compressed(cache, first, count, team, scratch);
         if (apart) return attend_apart(cache, first, count, team, scratch);
         Int task = 0;
         for (Int t = first; t < first + count;) {
@@ -492,6 +498,57 @@ struct Forward {
             }
             finish(it, 0, q + t * queries + head * d);
         }
+    }
+
+    // Attention of tokens of different rows to a compressed cache. Threads share the chunks of all keys: each has a
+    // contiguous range, except of many rows, of which each has whole kv heads.
+    void attend_compressed(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
+        Look it(*this, scratch);
+        Int tasks = 0, task = 0;
+        auto each = [&](auto act) {  // the first head and the number of chunks of every token and kv head
+            for (Int t = first; t < first + count; t++)
+                for (Int head = 0; head < model.heads; head += rep) act(t, head, chunks_of(cache, t, head));
+        };
+        if (!apart)
+            return each([&](Int t, Int head, Int chunks) {
+                if (task++ % team.size != team.rank) return;
+                begin_look(it, t, 1, head, rep);
+                for (Int i = 0; i < rep; i++) begin_sums(it, i);
+                for (Int chunk = 0; chunk < chunks; chunk++) {
+                    look_at_chunk(it, cache, t, head, chunk, it.parts);
+                    for (Int i = 0; i < rep; i++) merge(it, i, it.parts + i * part_size());
+                }
+                for (Int i = 0; i < rep; i++) finish(it, i, q + t * queries + (head + i) * model.head_dim);
+            });
+        each([&](Int, Int, Int chunks) { tasks += chunks; });
+        const Int begin = tasks * team.rank / team.size, end = tasks * (team.rank + 1) / team.size;
+        each([&](Int t, Int head, Int chunks) {
+            for (Int chunk = 0; chunk < chunks; chunk++, task++) {
+                if (task < begin || task >= end) continue;
+                begin_look(it, t, 1, head, rep);
+                look_at_chunk(it, cache, t, head, chunk, parts + place_of_part(t, head, chunk * KEYS));
+            }
+        });
+        team.wait();
+        for (Int i = team.rank; i < count * model.heads; i += team.size) {
+            const Int t = first + i / model.heads, head = i % model.heads;
+            begin_sums(it, 0);
+            for (Int chunk = 0; chunk < chunks_of(cache, t, head); chunk++)
+                merge(it, 0, parts + place_of_part(t, head, chunk * KEYS));
+            finish(it, 0, q + t * queries + head * model.head_dim);
+        }
+    }
+
+    // The run of a token's kv head: its first key, and its length.
+    Int run_begin(const LayerCache& cache, Int t, Int head) const {
+        return cache.runs[row[t] * model.kv_heads + head / rep];
+    }
+    Int run_length(const LayerCache& cache, Int t, Int head) const {
+        return run_begin(cache, t, head + rep) - run_begin(cache, t, head);
+    }
+    static Int chunks_for(Int keys) { return (keys + KEYS - 1) / KEYS; }
+    Int chunks_of(const LayerCache& cache, Int t, Int head) const {
+        return chunks_for(run_length(cache, t, head)) + chunks_for(position[t] + 1 - batch.bases[row[t]]);
     }
 
     // Attention of tokens t .. t + count - 1, of one row, to their past, for `heads` heads of whole kv heads.
@@ -588,6 +645,27 @@ struct Forward {
             for (Int key = 0; key < quantized; key += groups.tokens)
                 add(it, cache, row[t], from + key, at / d, group, it.scores + i * KEYS + key, to + i * size + LANES);
         }
+    }
+
+    // Attention of a token's heads that share a kv head to a chunk of its run or, after these, of the slots behind it.
+    void look_at_chunk(Look& it, const LayerCache& cache, Int t, Int head, Int number, float* to) const {
+        const Int d = model.head_dim, size = part_size(), length = run_length(cache, t, head);
+        const Int kept = chunks_for(length), behind = batch.bases[row[t]] + (number - kept) * KEYS;
+        const Int seen = std::min(KEYS, number < kept ? length - number * KEYS : position[t] + 1 - behind);
+        Chunk chunk{{}, {}, d, KEYS};
+        const T* next = nullptr;  // contiguous values, which are prefetched
+        if (number < kept) {
+            const Int from = (run_begin(cache, t, head) + number * KEYS) * d;
+            chunk.keys[0] = (const T*)cache.kept_keys + from;
+            chunk.values[0] = next = (const T*)cache.kept_values + from;
+        } else {
+            chunk = chunk_at(cache, row[t], behind, behind + seen, head / rep * d);
+        }
+        all_dots(it.queries, d, rep, chunk.keys[0], chunk.stride, seen, d, it.scores, KEYS, next);
+        for (Int i = 0; i < rep; i++) weigh(it.scores + i * KEYS, seen, to + i * size);
+        by_rows(rep, [&](auto rows, Int i) {
+            sums<decltype(rows)::value>(it.scores + i * KEYS, chunk, seen, to + i * size + LANES, size);
+        });
     }
 
     // The unquantised keys and values of positions `from` to `end`, `at` numbers after a token's first.
