@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache as cached
 from itertools import accumulate
 from operator import add, is_, sub
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -142,6 +142,7 @@ class NativeCache:
         whole: whether the logits of all tokens are computed, also those of padding.
         """
         layers, kind = cache.layers, served_as(type(cache.layers[0]))
+        assert kind is not None  # see `check_cache`
         if kind is StaticCache:
             self._reserve_static(model, cast(list[StaticCache], layers), rows, whole=whole)
         elif kind is PagedCache:
@@ -221,7 +222,8 @@ class NativeCache:
             like = _like(model)
             for cache in caches:
                 cache._take(bsz, behind.end, like=like)
-            behind_sizes = first.sizes(*cast(Tensor, first.keys).shape[:2], like)
+            rows_held, length = cast(Tensor, first.keys).shape[:2]
+            behind_sizes = first.sizes(rows_held, length, like)
             kept = [(len(cast(Tensor, cache.kept_keys)), model.head_dim) for cache in caches]
             names = ("kept_keys", "kept_values")
             self._write(model, caches, [behind_sizes | dict.fromkeys(names, (shape, like.dtype)) for shape in kept])
@@ -256,8 +258,8 @@ class NativeCache:
 
 
 @cached
-def served_as(kind: type[KVCache]) -> type[KVCache] | None:
-    """Return the class in KINDS that stores and returns what this one does; None if there is none."""
+def served_as(kind: Any) -> type[KVCache] | None:
+    """Return the class in KINDS that stores and returns what this one, a KVCache, does; None if there is none."""
     if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
         return kind if kind in KINDS else None
     own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}
@@ -303,7 +305,8 @@ def steps_left(cache: Cache, starts: Sequence[int]) -> int:
     if isinstance(first, PagedCache):  # up to the end of the first block that is full
         return min(-(start + 1) % BLOCK for start in starts)
     if isinstance(first, ScoredCache):
-        return cast(Tensor, first.keys).shape[1] - max(map(sub, starts, first._bases)) - 1
+        places: int = cast(Tensor, first.keys).shape[1]
+        return places - max(map(sub, starts, first._bases)) - 1
     return cast(int, first.slots) - max(starts) - 1
 
 

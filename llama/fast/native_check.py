@@ -129,7 +129,7 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCac
     name = "adakv:0.5" if steps_alone else next(name for name, kind in KVCache.kinds.items() if kind is wanted)
     widths = [1] * 5 if steps_alone else [5]
     tokens = torch.arange(170, device="cpu")[None] % _ARGS.vocab_size  # the default windows leave a group
-    prompt, *steps = tokens.split([165, *widths], dim=1)
+    prompt, *steps = torch.split(tokens, [165, *widths], dim=1)
     with torch.inference_mode():
         held = model.new_cache(name)
         model.runner = None if steps_alone else runner

@@ -198,7 +198,7 @@ class QuantizedCache(CountingCache):
         """Quantise the groups of a row that [start, end) pushed out of the window, and store what is in it."""
         first, last = self.quantized_len(start), self.quantized_len(end)
         if last > first:
-            groups = whole[first:last].unflatten(0, (-1, self.group)).transpose(1, 2)
+            groups = torch.unflatten(whole[first:last], 0, (-1, self.group)).transpose(1, 2)
             if first == 0 and self.sinks:  # they are stored elsewhere, and would widen the ranges
                 groups = groups.clone()
                 groups[0, :, : self.sinks] = groups[0, :, self.sinks, None]
@@ -256,8 +256,8 @@ class LowBitCache(QuantizedCache):
         if found is None:
             raise ValueError(f"{text}: the parameters are bits of keys, bits of values and a window, {example}")
         assert default is not None
-        bits = found if found[3] or found[1] else default
-        self.key_bits, self.value_bits = int(bits[3] or bits[1]), int(bits[3] or bits[2])
+        asked = found if found[3] or found[1] else default
+        self.key_bits, self.value_bits = int(asked[3] or asked[1]), int(asked[3] or asked[2])
         for bits in (self.key_bits, self.value_bits):
             if not FEWEST_BITS <= bits <= MOST_BITS:
                 raise ValueError(f"{text}: bits={bits} must be from {FEWEST_BITS} to {MOST_BITS}, {example}")
@@ -330,10 +330,11 @@ def hadamard(x: Tensor) -> Tensor:
     """
     size, step = x.shape[-1] & -x.shape[-1], 1
     while step < size:
-        first, second = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        first, second = torch.unflatten(x, -1, (-1, 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
-    return x * size**-0.5
+    rotated: Tensor = x * size**-0.5
+    return rotated
 
 
 def packed(codes: Tensor, bits: int, group: int) -> Tensor:
@@ -344,10 +345,10 @@ def packed(codes: Tensor, bits: int, group: int) -> Tensor:
     """
     if bits == 8:
         return codes
-    runs = codes.unflatten(-1, (-1, _run(codes.shape[-1], group)))
+    runs = torch.unflatten(codes, -1, (-1, _run(codes.shape[-1], group)))
     planes = []
     for width, low in _planes(bits):
-        parts = (runs >> low & 2**width - 1).unflatten(-1, (8 // width, -1)).unbind(-2)
+        parts = torch.unflatten(runs >> low & 2**width - 1, -1, (8 // width, -1)).unbind(-2)
         planes.append(reduce(torch.bitwise_or, (part << width * place for place, part in enumerate(parts))))
     return torch.cat(planes, dim=-1).flatten(-2)
 
@@ -357,9 +358,9 @@ def unpacked(stored: Tensor, bits: int, group: int) -> Tensor:
     if bits == 8:
         return stored
     run = _run(stored.shape[-1] * 8 // bits, group)
-    runs, parts = stored.unflatten(-1, (-1, run * bits // 8)), []
+    runs, parts = torch.unflatten(stored, -1, (-1, run * bits // 8)), list[Tensor]()
     sizes = [run * width // 8 for width, _ in _planes(bits)]
-    for plane, (width, low) in zip(runs.split(sizes, dim=-1), _planes(bits), strict=True):
+    for plane, (width, low) in zip(torch.split(runs, sizes, dim=-1), _planes(bits), strict=True):
         codes = [plane >> place & 2**width - 1 for place in range(0, 8, width)]
         parts.append(torch.cat(codes, dim=-1) << low)
     return reduce(torch.bitwise_or, parts).flatten(-2)

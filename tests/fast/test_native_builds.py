@@ -3,6 +3,7 @@
 The suite makes one build; with --every-build, which .ci/run uses, builds for many CPUs, and with sanitizers.
 """
 
+import itertools
 import logging
 import os
 import shutil
@@ -71,7 +72,7 @@ def test_every_build_gives_the_same_bits_however_a_text_is_fed(architecture: str
 def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune: str) -> None:
     tokens = some_tokens(3, 70, vocab_size=VOCAB)
     names = ("static", "int8", "int4", "rotated:k3v5+1", "kivi:2+1", "paged", "adakv:0.25")
-    for kind, kv_cache in zip(cycle(KINDS), names, strict=False):
+    for kind, kv_cache in zip(itertools.cycle(KINDS), names, strict=False):
         made = []
         for one in (tune, "generic"):
             with compiled_with(*flags_of(architecture, one)):
