@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache as cached
 from itertools import accumulate
 from operator import add, is_, sub
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -257,9 +257,13 @@ class NativeCache:
         return [vars(cache).get(name) for cache in caches for name in self._names]
 
 
+def served_as(kind: type[KVCache]) -> type[KVCache] | None:
+    """Return the class in KINDS that stores and returns what this one does; None if there is none."""
+    return _served_as(kind)  # type: ignore[arg-type]  # mypy: a class with class variables is not hashable
+
+
 @cached
-def served_as(kind: Any) -> type[KVCache] | None:
-    """Return the class in KINDS that stores and returns what this one, a KVCache, does; None if there is none."""
+def _served_as(kind: type[KVCache]) -> type[KVCache] | None:
     if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
         return kind if kind in KINDS else None
     own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}
@@ -307,7 +311,9 @@ def steps_left(cache: Cache, starts: Sequence[int]) -> int:
     if isinstance(first, ScoredCache):
         places: int = cast(Tensor, first.keys).shape[1]
         return places - max(map(sub, starts, first._bases)) - 1
-    return cast(int, first.slots) - max(starts) - 1
+    slots = first.slots
+    assert slots is not None
+    return slots - max(starts) - 1
 
 
 def stored_ends(cache: Cache) -> list[list[int]]:

@@ -397,19 +397,19 @@ def test_a_table_with_a_block_outside_of_the_pool_is_not_used(caplog: pytest.Log
 
 
 @pytest.mark.parametrize("kv_cache", GROUPED)
-@pytest.mark.parametrize("start", [70, 33])
+@pytest.mark.parametrize("start", [140, 33])
 def test_a_bad_start_raises_the_error_of_the_plain_path(kv_cache: str, start: int) -> None:
     plain, fast = pair(kv_cache)
     said = []
     for model in (plain, fast):
-        model(TOKENS[:, :66])
+        model(TOKENS[:, :130])
         with pytest.raises(ValueError, match=r"gap|quantised") as refused:
             model(TOKENS[:, :1], start)
         said.append(str(refused.value))
     assert said[0] == said[1]
-    check_step(plain, fast, TOKENS[:, 66:70], 66)  # nothing was written
-    if plain.own_cache().truncate(64):
-        check_step(plain, fast, TOKENS[:, 66:68], 64)  # the newest group may be fed again
+    check_step(plain, fast, TOKENS[:, 130:134], 130)  # nothing was written
+    if plain.own_cache().truncate(128):
+        check_step(plain, fast, TOKENS[:, 130:132], 128)  # the newest group may be fed again
 
 
 @pytest.mark.parametrize("kv_cache", CACHES)
