@@ -309,8 +309,8 @@ def steps_left(cache: Cache, starts: Sequence[int]) -> int:
     if isinstance(first, PagedCache):  # up to the end of the first block that is full
         return min(-(start + 1) % BLOCK for start in starts)
     if isinstance(first, ScoredCache):
-        places: int = cast(Tensor, first.keys).shape[1]
-        return places - max(map(sub, starts, first._bases)) - 1
+        left: int = cast(Tensor, first.keys).shape[1] - max(map(sub, starts, first._bases)) - 1
+        return left
     slots = first.slots
     assert slots is not None
     return slots - max(starts) - 1
