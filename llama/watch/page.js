@@ -242,7 +242,7 @@
       [text || "·", share, `${chosen ? "✓ " : ""}${percent(share)}`, chosen]));
   }
 
-  // The positions and weights of the chosen layer and head, or of the mean of its heads.
+  // The positions and weights of the chosen layer and head, or of the mean of its heads. A head may lack a key: level 0.
   function attention(moment) {
     if (moment.attention === null) return null;
     const raw = Uint8Array.from(atob(moment.attention), (letter) => letter.charCodeAt(0));
@@ -255,8 +255,10 @@
         const positions = ranges.flatMap(([first, end]) => Array.from({ length: end - first }, (_, i) => first + i));
         const head = $("head").value;
         const heads = head === "mean" ? [...Array(data.heads).keys()] : [Number(head)];
-        const weight = (i) => heads.reduce((sum, h) => sum + raw[offset + h * size + i], 0) / heads.length / 255;
-        return positions.map((position, i) => [position, weight(i)]);
+        const levels = (i) => heads.map((h) => raw[offset + h * size + i]).filter((level) => level > 0);
+        const weight = (own) => own.reduce((sum, level) => sum + level - 1, 0) / heads.length / 254;
+        return positions.map((position, i) => [position, weight(levels(i)), levels(i).length])
+          .filter(([, , held]) => held > 0);
       }
       offset += data.heads * size;
     }
@@ -279,11 +281,13 @@
     const most = Math.max(...looks.map(([, weight]) => weight), 0.01);
     pen.fillStyle = colour("attention");
     for (const [position, weight] of looks) {
-      const tall = ((height - 2) * weight) / most;
-      pen.fillRect(position * cell, height - 1 - tall, Math.max(cell - (cell > 3 ? 1 : 0), 1), tall);
+      const tall = ((height - 5) * weight) / most;
+      pen.fillRect(position * cell, height - 4 - tall, Math.max(cell - (cell > 3 ? 1 : 0), 1), tall);
     }
+    pen.fillStyle = colour("cache"); // a strip below: the positions whose keys are stored
+    for (const [position] of looks) pen.fillRect(position * cell, height - 3, Math.max(cell, 1), 2);
     const first = [...looks].sort((a, b) => b[1] - a[1]).slice(0, 5);
-    $("scale").textContent = `highest: ${percent(most)}`;
+    $("scale").textContent = `highest: ${percent(most)}; ${looks.length} keys of ${total} positions are read`;
     const words = first.map(([position, weight]) => `position ${position} ${data.texts[0][position]} ${percent(weight)}`);
     $("attention").setAttribute("aria-label", `Attention over ${looks.length} positions; most of it: ${words.join(", ")}.`);
     bars($("looks"), first.map(([position, weight]) =>

@@ -32,7 +32,7 @@ from llama.streaming import TextCodec, encode_prompt
 
 LIKELY = 5  # the number of most likely next tokens of a step
 MOST_STEPS = 512  # of a recording; without a cache, they take minutes
-LEVELS = 255  # an attention weight w is stored as round(LEVELS * w), in 8 bits
+LEVELS = 254  # an attention weight w is stored as 1 + round(LEVELS * w), in 8 bits; 0: the head has no such key
 
 
 @dataclass(frozen=True)
@@ -316,18 +316,18 @@ def look(
     """Return the positions visible to a query, (1, 1, n_heads, head_dim), in any head, and n_heads weights of each.
 
     `keys` are (1, kv_len, n_kv_heads, head_dim), `visible` and `scoring` as in `llama.ops.attend`; the query's position
-    is end - 1. The weights are those of an explicit softmax in float32 or wider, in 8 bits; 0 in heads without the key.
+    is end - 1. The weights are those of an explicit softmax in float32 or wider, in 8 bits; see LEVELS.
     """
     positions = scoring.key_positions
     place = torch.arange(keys.shape[1], device=keys.device) if positions is None else positions
     place = place.reshape(-1, keys.shape[1])  # by KV head, or 1 for all
     shown = place < end if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]  # by head, or 1
     weights = attention_weights(query, keys, end - 1, shown[None, :, None], scoring)[0, :, 0]  # (n_heads, kv_len)
-    by_head = place.repeat_interleave(len(weights) // len(place), dim=0)
-    seen = torch.unique(by_head[shown.repeat_interleave(len(weights) // len(shown), dim=0)])
+    by_head, own = (part.repeat_interleave(len(weights) // len(part), dim=0) for part in (place, shown))
+    seen = torch.unique(by_head[own])
     columns = torch.searchsorted(seen, by_head.contiguous()).clamp(max=len(seen) - 1)
-    spread = weights.new_zeros(len(weights), len(seen)).scatter_add(1, columns, weights)
-    levels = (spread * LEVELS).round().to(torch.uint8).cpu()
+    stored = ((weights * LEVELS).round() + 1) * own
+    levels = stored.new_zeros(len(weights), len(seen)).scatter_add(1, columns, stored).to(torch.uint8).cpu()
     return tuple(seen.tolist()), bytes(levels.flatten().tolist())
 
 
