@@ -158,6 +158,16 @@ def test_a_fast_cell_without_a_compiler_is_plain_and_says_that_fast_was_asked_fo
 
 
 @needs_a_compiler
+def test_a_cache_that_observes_its_prompt_has_native_steps(native_sized: str) -> None:
+    cell = CELL.but(model=native_sized, fast=True, kv_cache="snapkv:0.5")
+    rows = run_once(cell, built(cell))
+    assert rows[0]["path"] == "native and plain"
+    assert violated(rows) == []
+    detail = next(row["detail"] for row in rows if row.get("name") == "fast step")
+    assert detail == "asked for; 4 of 5 forwards ran by it, the prompt by the plain path"
+
+
+@needs_a_compiler
 def test_a_cache_without_native_code_runs_on_the_plain_path(native_sized: str) -> None:
     cell = CELL.but(model=native_sized, fast=True, kv_cache="concat", quantize="int8")
     rows = worker.run_cell(cell, trace=False)["rows"]

@@ -143,6 +143,8 @@ class LlamaEngine(Engine):
         if self.model.runner is not None and not self.model.runner.takes_prompts:  # it takes cached steps alone
             run.fast_wanted = run.fast_wanted - 1 if kv_caching else 0
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
+        if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
+            run.fast_wanted -= 1  # only the plain path shows a prompt's attention to its cache
         return run
 
     @torch.inference_mode()
