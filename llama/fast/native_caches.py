@@ -7,9 +7,8 @@ code serves; the native forward knows addresses and sizes only.
 from collections.abc import Iterable, Sequence
 from ctypes import Array
 from dataclasses import dataclass
-from functools import cache as cached
 from itertools import accumulate
-from operator import add, is_, sub
+from operator import add, is_
 from typing import cast
 
 import torch
@@ -54,6 +53,7 @@ _OF_METHODS = {
     *("lossless", "whole_prompt", "form", "default", "observes", "has_rope_starts"),
     *(name for name in _NAMES[ScoredCache] if name.startswith("__") and not callable(getattr(ScoredCache, name))),
 }
+_OF_STORAGE = {*_NAMES[ScoredCache], *KVCache.__annotations__, *ScoredCache.__annotations__} - _OF_METHODS
 
 
 @dataclass(frozen=True)
@@ -267,15 +267,14 @@ def _served_as(kind: type[KVCache]) -> type[KVCache] | None:
     if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
         return kind if kind in KINDS else None
     own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}
-    contract = _NAMES[ScoredCache] | KVCache.__annotations__.keys() | ScoredCache.__annotations__.keys()
-    return None if own & contract - _OF_METHODS else ScoredCache
+    return None if own & _OF_STORAGE else ScoredCache
 
 
 def check_cache(model: NativeModel, cache: Cache, rope: RopeTable) -> None:
     """Raise Unsupported unless native code computes what the cache's own methods would, for a model of these angles."""
-    first = cache.layers[0]
+    first, kinds = cache.layers[0], {kind: served_as(kind) for kind in set(map(type, cache.layers))}
     for layer in cache.layers:
-        served = served_as(type(layer))
+        served = kinds[type(layer)]
         if served is None:
             raise Unsupported(_unknown(layer))
         if type(layer) is not type(first) or layer.args.kv_cache != first.args.kv_cache:
