@@ -95,6 +95,20 @@ def test_a_row_has_the_bits_that_it_has_alone_with_any_number_of_threads(kind: s
             assert torch.equal(bits(step(fast, together, 66)[one]), bits(step(fast, alone, 66, one)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_threads_share_have_the_bits_of_one_thread(kind: str) -> None:
+    _, fast = twins("fp32", ARGS)
+    three = prompted(fast, kind)
+    twice = three.copy()
+    twice.select_rows([0, 1, 2] * 2)
+    for number in range(3):
+        expected = step(fast, three, number)
+        starts = [length + number for length in LENGTHS] * 2
+        with threads_set(2):
+            found = fast(TOKENS[:, 100 + number : 101 + number].repeat(2, 1), starts, cache=twice)
+        assert torch.equal(bits(found), bits(expected.repeat(2, 1, 1)))
+
+
 @contextmanager
 def threads_set(threads: int) -> Iterator[None]:
     torch.set_num_threads(threads)
