@@ -63,9 +63,8 @@ SIZES: list[dict[str, Any]] = [
 ]
 SEEDS = (1, 2)
 LENGTH = 300
-# LagKV ranks the keys of each part of 128, so equal ranks tie, unless all parts keep the same number: of 1,540 tokens
-# 58 or 21 in each of 10 parts. AdaKV's minimum for a head matters if it exceeds the 64 newest keys. These two are
-# compared with the first seed only, so that the file stays small.
+# LagKV ranks the keys of each part of 128: ranks tie, unless each part keeps the same number, of 1,540 tokens 58 or 21.
+# AdaKV's minimum for a head exceeds the 64 newest keys there. The first seed suffices for both: the file stays small.
 LONG_KINDS, LONG = ("lagkv", "adakv"), 1540
 LOGITS_STORED = 16
 FORMAT = (
@@ -234,7 +233,8 @@ def of_ours(model: Transformer, tokens: Tensor, kind: str) -> Kept:
     cache = model.new_cache(kind)
     model(tokens[:, :-1], cache=cache, logits="last")
     nbytes = stored(tensor for layer in cache.layers for tensor in layer.held().values())
-    positions = [[head.tolist() for head in layer.kept_positions.split(layer._counts[0])] for layer in cache.layers]
+    layers = [(state["kept_positions"], state["counts"][0].tolist()) for state in cache.state()]
+    positions = [[head.tolist() for head in kept.split(counts)] for kept, counts in layers]
     logits = model(tokens[:, -1:], tokens.shape[1] - 1, cache=cache)
     return Kept(positions, logits[0, -1], nbytes)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ctypes import Array
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add, is_
+from operator import add, is_, sub
 from typing import cast
 
 import torch
@@ -259,11 +259,6 @@ class NativeCache:
 
 def served_as(kind: type[KVCache]) -> type[KVCache] | None:
     """Return the class in KINDS that stores and returns what this one does; None if there is none."""
-    return _served_as(kind)  # type: ignore[arg-type]  # mypy: a class with class variables is not hashable
-
-
-@cached
-def _served_as(kind: type[KVCache]) -> type[KVCache] | None:
     if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
         return kind if kind in KINDS else None
     own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}

@@ -42,13 +42,12 @@ def expected_positions(run: dict[str, Any]) -> list[list[list[int]]]:
 
 def kept_positions(cache: Cache, row: int) -> list[list[list[int]]]:
     """Return the positions that our cache keeps of a row, by layer and KV head."""
-    return [heads_of(layer)[row] for layer in cache.layers]
-
-
-def heads_of(layer: Any) -> list[list[list[int]]]:
-    """Return the kept positions of a layer by row and KV head."""
-    each = iter(layer.kept_positions.split([count for row in layer._counts for count in row]))
-    return [[next(each).tolist() for _ in row] for row in layer._counts]
+    layers = []
+    for state in cache.state():
+        counts = state["counts"]
+        heads = state["kept_positions"].split(counts.flatten().tolist())
+        layers.append([head.tolist() for head in heads[row * counts.shape[1] :][: counts.shape[1]]])
+    return layers
 
 
 @torch.inference_mode()
@@ -83,3 +82,13 @@ def test_every_scored_kind_is_compared_or_has_no_counterpart() -> None:
     compared = {kind.partition(":")[0] for _, kind in RUNS}
     assert ours - compared == {"random", "h2o", "duo-attention"}
     assert compared <= ours
+
+
+def test_adakv_leaves_each_head_a_fifth_of_the_mean_budget() -> None:
+    """kvpress does, too, but no head has so few in the positions above."""
+    cache = KVCache.of(ModelArgs(**MODELS[0]["sizes"], kv_cache="adakv"))
+    assert isinstance(cache, ScoredCache)
+    scores = torch.rand(2, 100, generator=torch.Generator().manual_seed(0)) + torch.tensor([[1.0], [0.0]])
+    kept = cache.choose(scores, 50)
+    assert kept.sum(1).tolist() == [90, 10]
+    assert scores[1][kept[1]].min() > scores[1][~kept[1]].max()
