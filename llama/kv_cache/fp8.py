@@ -42,21 +42,17 @@ class Fp8Cache(StaticCache, kind="fp8"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().update(rows, xk, xv)
-        assert self.key_scale is not None
-        assert self.value_scale is not None
         self._like, (bsz, end) = xk.new_empty(0), keys.shape[:2]
-        wide = (codes.view(NUMBERS).to(xk.dtype) for codes in (keys, values))
-        scales = (scale[:bsz, :end].to(xk.dtype) for scale in (self.key_scale, self.value_scale))
-        return next(wide) * next(scales), next(wide) * next(scales)
+        scales = [self.held()[name][:bsz, :end].to(xk.dtype) for name in ("key_scale", "value_scale")]
+        return keys.view(NUMBERS).to(xk.dtype) * scales[0], values.view(NUMBERS).to(xk.dtype) * scales[1]
 
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
-        for x, codes, scales in ((xk, self.keys, self.key_scale), (xv, self.values, self.value_scale)):
-            assert codes is not None
-            assert scales is not None
+        for side, x in (("key", xk), ("value", xv)):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             scale = (wide.abs().amax(-1, keepdim=True) / torch.finfo(NUMBERS).max).to(SCALES)
             scale = scale.clamp(min=torch.finfo(SCALES).tiny)
             numbers = (wide / scale.to(wide.dtype)).to(NUMBERS).view(torch.uint8)
             for row, start in enumerate(rows.starts):
-                codes[row, start : start + rows.width] = numbers[row]
-                scales[row, start : start + rows.width] = scale[row]
+                written = slice(start, start + rows.width)
+                self.held()[f"{side}s"][row, written] = numbers[row]
+                self.held()[f"{side}_scale"][row, written] = scale[row]

@@ -259,6 +259,18 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
         write(cache, position, xk[:, :1], xk[:, :1])
 
 
+@pytest.mark.parametrize(
+    ("length", "groups", "slots"), [(19, 0, 23), (83, 0, 87), (84, 1, 88), (150, 2, 70), (200, 2, 88)]
+)
+def test_a_state_has_only_what_a_text_has_written(length: int, groups: int, slots: int) -> None:
+    cache, x = KVCache.of(args("rotated:4+20")), numbers(1, length)
+    cache.reserve(1, 256)
+    write(cache, 0, x, x)
+    sizes = {name: tensor.shape[1] for name, tensor in cache.state(1, length).items() if name != "ends"}
+    assert sizes.pop("keys") == sizes.pop("values") == slots
+    assert set(sizes.values()) == {groups}
+
+
 def test_with_a_window_a_text_continues_from_its_newest_group_or_its_beginning() -> None:
     cache, xk = KVCache.of(args("rotated:4+20")), numbers(1, 200)
     write(cache, 0, xk[:, :200], xk[:, :200])
