@@ -109,12 +109,12 @@ class Agreement:
         return [equal, f"{self.apart:.0e}", f"{self.from_full:.1f}", f"{self.their_bytes:,}", f"{self.our_bytes:,}"]
 
 
-def main(*, write: str | None = None, demo: bool = True) -> int:
+def main(*, write: str | None = None, demo: int = LONG) -> int:
     """Compare kinds of cache with kvpress; return 1 if positions or logits differ in a tiny model.
 
     Args:
         write: A file for what kvpress keeps in the tiny models; the tests read it.
-        demo: Compare in the demo model, too.
+        demo: Tokens of the prompt of the demo model; 0 leaves it out.
     """
     if write is not None:
         check_writable(Path(write))
@@ -128,7 +128,7 @@ def main(*, write: str | None = None, demo: bool = True) -> int:
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     report(f"Tiny models in float64, prompts of {LENGTH} tokens, of {LONG} for {' and '.join(LONG_KINDS)}", found)
     if demo:
-        report(f"The demo model in float32, a prompt of {LONG} tokens", compare_demo(LONG))
+        report(f"The demo model in float32, a prompt of {demo} tokens", compare_demo(demo))
     print(NOT_COMPARED)
     return int(any(agreement.equal < agreement.kept or agreement.apart > 1e-4 for agreement in found.values()))
 
