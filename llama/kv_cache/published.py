@@ -95,8 +95,8 @@ class SnapKVCache(ScoredCache, kind="snapkv"):
 class PyramidKVCache(SnapKVCache, kind="pyramidkv"):
     """Keep by SnapKV's scores, more in the first layers and less in the last ones.
 
-    The budget falls linearly with the layer, to a twentieth of the mean in the last one. If that is less than the window
-    of 64, all layers have the mean, as in kvpress: `pyramidkv:0.25` is `snapkv:0.25` up to some 5,100 tokens.
+    The budget falls linearly with the layer, to a twentieth of the mean in the last one. If that is less than the
+    window of 64, all layers have the mean, as in kvpress: `pyramidkv:0.25` is `snapkv:0.25` up to some 5,100 tokens.
     Source: Cai et al., PyramidKV, https://arxiv.org/abs/2406.02069.
     """
 
