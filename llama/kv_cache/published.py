@@ -3,6 +3,8 @@
 A class is what its paper says, and no more: what all of them share is in `scored.py`.
 """
 
+import json
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -204,31 +206,43 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
     """`duo-attention:SHARE` keeps all keys in this share of the heads, and the first 4 and last 256 in the others.
 
     The heads are chosen in each layer as the prompt ends: those whose last 64 queries attend most to the positions in
-    between. The paper trains this choice. Source: Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819.
+    between. Or PARAMS is the path of a .json file with a list of heads for each layer, as the paper trains them.
+    Source: Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819.
     """
 
-    form = "SHARE"
+    form = "SHARE or FILE.json"
     whole_prompt = True
-    queries: ClassVar[int] = 64
     recent: ClassVar[int] = 256
 
+    def configure(self, params: str) -> None:
+        self.heads: list[int] | None = None
+        super().configure("" if params.endswith(".json") else params)
+        if params.endswith(".json"):
+            try:
+                every = json.loads(Path(params).read_text(encoding="utf-8"))
+                if len(every) != self.args.n_layers:
+                    raise ValueError(f"it has {len(every)}")
+                self.heads = sorted({range(self.args.n_kv_heads).index(head) for head in every[self.layer]})
+            except (OSError, ValueError, TypeError, LookupError) as error:
+                what = f"{params} must have a list of KV heads for each of {self.args.n_layers} layers ({error})"
+                raise ValueError(self._bad(what)) from error
+
     def score(self, attended: Attended) -> Tensor:
-        received = attended.attention(min(self.queries, attended.rows.width)).mean(1)
-        return by_kv_head(received, attended)
+        return by_kv_head(attended.attention(min(SnapKVCache.window, attended.rows.width)).mean(1), attended)
 
     def choose(self, scores: Tensor, budget: int) -> Tensor:
-        between = scores[:, SINKS : -self.recent].sum(1)
-        full = torch.zeros_like(between, dtype=torch.bool).scatter(0, between.topk(self._full()).indices, True)
-        ends = torch.ones_like(scores, dtype=torch.bool)
-        ends[:, SINKS : -self.recent] = False
-        return full[:, None] | ends
+        kept = torch.ones_like(scores, dtype=torch.bool)
+        kept[:, SINKS : -self.recent] = False
+        best = scores[:, SINKS : -self.recent].sum(1).topk(self._full()).indices.tolist()
+        kept[best if self.heads is None else self.heads] = True
+        return kept
 
     def kept_of(self, prompt: int, end: int) -> int:
-        streaming = self.args.n_kv_heads - self._full()
-        return self._full() * prompt + streaming * min(prompt, SINKS + self.recent)
+        full, short = self._full(), min(prompt, SINKS + self.recent)
+        return full * prompt + (self.args.n_kv_heads - full) * short
 
     def _full(self) -> int:
-        return self.budget(self.args.n_kv_heads)
+        return self.budget(self.args.n_kv_heads) if self.heads is None else len(self.heads)
 
 
 def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:

@@ -1,5 +1,6 @@
 """Kinds that keep the keys with the highest scores: what is dropped is gone, and what stays is what the method says."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +285,22 @@ def test_duo_attention_keeps_all_of_some_heads_and_the_ends_of_the_others() -> N
         assert counts == [260, 300]
         short = min(kept(layer)[0], key=len)
         assert short == [*range(4), *range(44, 300)]
+
+
+def test_duo_attention_takes_its_heads_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "heads.json"
+    file.write_text("[[1], []]")
+    _, _, cache = prompted(f"duo-attention:{file}", 300)
+    assert [[len(head) for head in kept(layer)[0]] for layer in cache.layers] == [[260, 300], [260, 260]]
+    assert cache.nbytes == cache.predicted_bytes(prompts=[300], ends=[300], reserved=(0, 0), itemsize=8)
+
+
+@pytest.mark.parametrize("text", ["[[1]]", "[[1], [2]]", "[[1], 0]", '{"0": [1]}', "[[1", ""])
+def test_a_file_of_other_heads_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "heads.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"heads\.json must have a list of KV heads for each of 2 layers"):
+        Cache.of(tiny_args(), f"duo-attention:{file}")
 
 
 def test_scores_of_another_shape_are_refused_by_name() -> None:
