@@ -205,9 +205,8 @@ class H2OCache(ScoredCache, kind="h2o"):
 class DuoAttentionCache(ScoredCache, kind="duo-attention"):
     """`duo-attention:SHARE` keeps all keys in this share of the heads, and the first 4 and last 256 in the others.
 
-    The heads are chosen in each layer as the prompt ends: those whose last 64 queries attend most to the positions in
-    between. Or PARAMS is the path of a .json file with a list of heads for each layer, as the paper trains them.
-    Source: Xiao et al., DuoAttention, https://arxiv.org/abs/2410.10819.
+    As the prompt ends, each layer takes the heads whose last 64 queries attend most to the positions in between; a .json
+    file lists each layer's, as the paper trains them. Source: Xiao et al., https://arxiv.org/abs/2410.10819.
     """
 
     form = "SHARE or FILE.json"
