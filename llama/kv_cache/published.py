@@ -205,8 +205,8 @@ class H2OCache(ScoredCache, kind="h2o"):
 class DuoAttentionCache(ScoredCache, kind="duo-attention"):
     """`duo-attention:SHARE` keeps all keys in this share of the heads, and the first 4 and last 256 in the others.
 
-    As the prompt ends, each layer takes the heads whose last 64 queries attend most to the positions in between; a .json
-    file lists each layer's, as the paper trains them. Source: Xiao et al., https://arxiv.org/abs/2410.10819.
+    As the prompt ends, each layer takes the heads whose last 64 queries attend most to what lies in between. A .json
+    file may list each layer's heads, as the paper trains them. Source: Xiao et al., https://arxiv.org/abs/2410.10819.
     """
 
     form = "SHARE or FILE.json"
