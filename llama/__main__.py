@@ -20,7 +20,7 @@ swapped, measured and proved.
   bench       Time and memory, with the cache and without: --preset table
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
-  kinds       The kinds of cache: name, bytes, what each one does, and its paper.
+  kinds       Kinds of cache: name, bytes, what each one does, and its paper.
   costs       Bytes of the cache of any model, and what fits: --ckpt_dir demo
   convert     Any checkpoint as a .gguf file: IN OUT.gguf --type q8_0
   perplexity  How well a text is predicted, by any kind of cache: --text FILE

@@ -128,7 +128,7 @@ def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCac
     steps_alone = wanted is ScoredCache
     name = "adakv:0.5" if steps_alone else next(name for name, kind in KVCache.kinds.items() if kind is wanted)
     widths = [1] * 5 if steps_alone else [5]
-    tokens = torch.arange(170, device="cpu")[None] % _ARGS.vocab_size  # the default windows leave a group
+    tokens = torch.arange(340, device="cpu").view(2, 170) % _ARGS.vocab_size  # the default windows leave a group
     prompt, *steps = torch.split(tokens, [165, *widths], dim=1)
     with torch.inference_mode():
         held = model.new_cache(name)

@@ -49,7 +49,7 @@ from llama.cli import palette
 PICTURES = {
     "table": ["time", "memory", "steps"],
     "sweep": ["time", "memory", "steps", "speedup"],
-    "caches": ["kinds"],
+    "caches": ["kinds", "pareto"],
     "chat": [],
 }
 REPORTS = {"table": table_report, "sweep": sweep_report, "caches": caches_report, "chat": chat_report}
@@ -478,6 +478,7 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         for name, figure in drawn.items()
     }
     expected = {"time": [True, True], "memory": [False], "speedup": [True, True], "kinds": [False, True, False]}
+    expected["pareto"] = [False, True]
     expected["steps"] = [True] * (3 if report["preset"] == "table" else 2)
     assert marked == {name: expected[name] for name in drawn}
 
@@ -497,7 +498,7 @@ def test_kinds_have_bytes_time_and_quality_of_one_length_in_one_row() -> None:
     assert "not judged: at that length the kind has dropped or compressed nothing" in shown
     assert [row[1] for row in rows_of(shown, "Bytes and time by context")[:3]] == ["1,024", "2,048", "4,096"]
     needles = rows_of(shown, "Secrets found in a long text")
-    assert [row[-1] for row in needles] == ["20 of 20", "20 of 20", "19 of 20", "20 of 20", "not judged"]
+    assert [row[-2] for row in needles] == ["20 of 20", "20 of 20", "19 of 20", "20 of 20", "not judged"]
     assert [row["kv_cache"] for row in csv_rows(report, "quality")] == list(rows)
     judged = findings(report)
     assert judged[1] == (
@@ -593,7 +594,8 @@ def test_each_mode_and_each_part_of_the_memory_has_its_colour_on_every_picture(d
                    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True)]  # fmt: skip
         words = {word for word, _ in handles}
         assert (
-            words >= ({"weights", "KV cache"} if name == "memory" else {"with the cache", "without"}) or name == "kinds"
+            words >= ({"weights", "KV cache"} if name == "memory" else {"with the cache", "without"})
+            or name in PICTURES["caches"]
         )
         for word, handle in handles:
             if isinstance(handle, Patch) and word in known:

@@ -172,7 +172,7 @@ def test_ranks_that_cannot_share_the_heads_are_told_who_can(folder: Path) -> Non
 @pytest.mark.slow
 def test_a_cell_is_measured_on_all_ranks_and_predicted_for_each(folder: Path) -> None:
     # A wide MLP, so that 5 % of the peak are more than the tensors of gloo's threads, whose release the trace misses.
-    config = config_of(intermediate_size=2048)
+    config = config_of(intermediate_size=8192)
     write_meta(folder / "wide", meta_weights(random_model(config)), meta_params(config))
     words = ("--ckpt_dir", "wide", "--batch_size", "2", "--input_len", "10", "--output_len", "4", "--compare")
     code, printed = ended(torchrun(2, ROOT / "benchmark_inference.py", *words, "--json", "cell.json", cwd=folder))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from untrusted.malformed.cases import CASES, write_originals
@@ -15,12 +16,14 @@ from untrusted.malformed.cases import CASES, write_originals
 from llama.checkpoint import open_checkpoint
 
 MIB = 1 << 20
+LOOP_S = 0.004  # seconds of the loop of `slowness` on a Zen 5
 _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
 class Result:
-    """error: the name of its class; "" if the file was accepted. seconds: of CPU, the best of at most three attempts.
+    """error: the name of its class; "" if the file was accepted. seconds: of CPU, the best of at most three attempts,
+    divided by the `slowness` of this machine.
 
     memory: bytes by which the process grew at its peak; None if the system does not report it. size: bytes of the
     files. parsed: those bytes that are not in holes.
@@ -69,6 +72,18 @@ def written(name: str, originals: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+@cache
+def slowness() -> float:
+    """Return how many times as long this machine takes for a loop as that on which the limits were set, at least 1."""
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        for _ in range(200_000):
+            pass
+        seconds.append(time.process_time() - start)
+    return max(min(seconds) / LOOP_S, 1.0)
+
+
 def measured(name: str, path: Path) -> Result:
     size, parsed = _sizes(path)
     seconds, memory, error, message = [], None, "", ""
@@ -85,7 +100,7 @@ def measured(name: str, path: Path) -> Result:
             memory = max(memory or 0, _memory("VmHWM") - before)
         if min(seconds) < 0.05:
             break  # far below every limit
-    return Result(name, error, message, min(seconds), memory, size, parsed)
+    return Result(name, error, message, min(seconds) / slowness(), memory, size, parsed)
 
 
 def restart_peak() -> int | None:

@@ -4,6 +4,16 @@ from llama.kv_cache.attended import Attended
 from llama.kv_cache.cache import Cache
 from llama.kv_cache.contract import KVCache, check_lossless, use_kind
 from llama.kv_cache.names import cache_kind
+from llama.kv_cache.scored import ScoredCache
 from llama.kv_cache.static import StaticCache
 
-__all__ = ["Attended", "Cache", "KVCache", "StaticCache", "cache_kind", "check_lossless", "use_kind"]
+__all__ = [
+    "Attended",
+    "Cache",
+    "KVCache",
+    "ScoredCache",
+    "StaticCache",
+    "cache_kind",
+    "check_lossless",
+    "use_kind",
+]

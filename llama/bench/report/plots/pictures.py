@@ -215,15 +215,13 @@ def draw_pareto(report: Report) -> Figure | None:
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("other top-1 token, % (log scale)")
     # Names stand in a column at the right, in the order of the points, each with a line to its point.
-    line_to: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light, "lw": 0.8, "shrinkA": 1, "shrinkB": 3}
-    line_to["relpos"] = (0, 0.5)
+    thin: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light, "lw": 0.8, "shrinkA": 1, "shrinkB": 3}
     order = sorted(range(len(rows)), key=lambda place: (-other[place], panels[1][1][place]))
-    for line, place in enumerate(order):
-        at = 1 - (line + 0.5) / len(order)
-        axes[1].annotate(
-            rows[place]["kind"], (panels[1][1][place], other[place]), (1.06, at), textcoords="axes fraction",
-            va="center", arrowprops=line_to,
-        )  # fmt: skip
+    for number, place in enumerate(order):
+        at = 1 - (number + 0.5) / len(order)
+        ends = (panels[1][1][place], other[place]), (1.05, at)
+        axes[1].annotate("", *ends, textcoords="axes fraction", arrowprops=thin)
+        axes[1].text(1.06, at, rows[place]["kind"], transform=axes[1].transAxes, va="center")
     return figure
 
 
