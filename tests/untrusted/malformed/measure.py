@@ -16,7 +16,8 @@ from untrusted.malformed.cases import CASES, write_originals
 from llama.checkpoint import open_checkpoint
 
 MIB = 1 << 20
-LOOP_S = 0.004  # seconds of the loop of `slowness` on a Zen 5
+TURNS = 200_000
+TURN_S = 1e-8  # the limits are those of a machine that takes so long for a turn of an empty loop
 _STATUS = Path("/proc/self/status")
 
 
@@ -74,14 +75,14 @@ def written(name: str, originals: Path) -> Iterator[Path]:
 
 @cache
 def slowness() -> float:
-    """Return how many times as long this machine takes for a loop as that on which the limits were set, at least 1."""
+    """Return how many times TURN_S this machine takes for a turn of an empty loop, at least 1."""
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        for _ in range(200_000):
+        for _ in range(TURNS):
             pass
         seconds.append(time.process_time() - start)
-    return max(min(seconds) / LOOP_S, 1.0)
+    return max(min(seconds) / TURNS / TURN_S, 1.0)
 
 
 def measured(name: str, path: Path) -> Result:
