@@ -176,7 +176,8 @@ class ScoredCache(CountingCache):
         self._counts = counts
         self._join(parts)
         if self._bases == self._ends:
-            self._take(len(self._ends), 0, like=attended.keys, anew=True)
+            self.keys = self.values = None
+            self._enlarge(self.sizes(len(self._ends), 0, attended.keys), attended.keys.device)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._rearrange(list(rows))
@@ -262,16 +263,14 @@ class ScoredCache(CountingCache):
         """Return how many places of `keys` and `values` the last call returned."""
         return _most(self._bases[: self._fed], self._ends[: self._fed]) + self._padding
 
-    def _take(self, rows: int, length: int, like: Tensor, *, anew: bool = False) -> None:
-        """Allocate `keys` and `values` for at least so many rows and positions; `anew` drops what they contain."""
+    def _take(self, rows: int, length: int, like: Tensor) -> None:
+        """Allocate `keys` and `values` for at least so many rows and positions."""
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
-        if anew:
-            self.keys = self.values = None
-        elif held_rows >= rows and held >= length:
+        if held_rows >= rows and held >= length:
             return
-        elif held or any(self._bases):
+        if held or any(self._bases):
             length = -(-length // GROWTH) * GROWTH
-        self._enlarge(self.sizes(rows if anew else max(rows, held_rows), length, like), like.device)
+        self._enlarge(self.sizes(max(rows, held_rows), length, like), like.device)
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return super()._allocate(shape, dtype, device).zero_()  # masked keys must be finite

@@ -467,8 +467,8 @@ class TruncatesAnywhere(H2OCache):
 class GrowsInLargerSteps(KnormCache):
     """Allocates 96 positions at a time behind the prompt."""
 
-    def _take(self, rows: int, length: int, like: Tensor, *, anew: bool = False) -> None:
-        super()._take(rows, length if anew or not any(self._bases) else -(-length // 96) * 96, like, anew=anew)
+    def _take(self, rows: int, length: int, like: Tensor) -> None:
+        super()._take(rows, -(-length // 96) * 96 if any(self._bases) else length, like)
 
 
 @breaks(testing.bytes_are_as_predicted)
