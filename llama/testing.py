@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache.contract import read_by_last
 from llama.model import Transformer
 from llama.rows import Rows
 
@@ -456,16 +457,7 @@ def reads(cache: KVCache, lengths: Sequence[int], row: int, *, positions: bool =
     queries = torch.randn(1, args.n_heads, args.head_dim, generator=stream, dtype=torch.float64).expand(bsz, -1, -1, -1)
     rows = Rows.at(lengths, [1] * bsz)
     keys, values = cache.update(rows, *new.expand(2, bsz, -1, -1, -1))
-    kv_len, heads = keys.shape[1], args.n_kv_heads
-    visible, places = cache.visible(rows, queries), cache.key_positions()
-    places = torch.arange(kv_len) if places is None else places
-    places = (places if places.ndim == 1 else places[row]).expand(heads, kv_len)
-    if visible is None:
-        seen = places <= lengths[row]
-    else:
-        seen = visible if visible.ndim == 2 else visible[row]
-        seen = (seen[None] if seen.ndim == 2 else seen)[:, -1]  # by head, or 1
-        seen = seen[:: max(len(seen) // heads, 1)].expand(heads, -1)
+    seen, places = read_by_last(cache, rows, queries, keys.shape[1], row)
     both = torch.cat((keys, values), dim=-1)[row].transpose(0, 1)  # (n_kv_heads, kv_len, 2 x head_dim)
     both = torch.cat((both, places[..., None].to(both.dtype)), dim=-1) if positions else both
     return [held[own] for held, own in zip(both, seen, strict=True)]

@@ -334,6 +334,21 @@ def query_positions(rows: Rows, device: torch.device) -> Tensor:
     return starts[..., None, None] + torch.arange(rows.width, device=device)[:, None]
 
 
+def read_by_last(cache: KVCache, rows: Rows, xq: Tensor, kv_len: int, row: int = 0) -> tuple[Tensor, Tensor]:
+    """Return which of the kv_len keys of the last update a row's last token reads, and their positions.
+
+    Both are (n_kv_heads, kv_len), bool and int64. Of query heads that see different keys the first one counts.
+    """
+    heads, visible, places = cache.args.n_kv_heads, cache.visible(rows, xq), cache.key_positions()
+    places = torch.arange(kv_len, device=xq.device) if places is None else places
+    places = (places if places.ndim == 1 else places[row]).expand(heads, kv_len).long()
+    if visible is None:
+        return places < rows.starts[row] + rows.lengths[row], places
+    seen = visible if visible.ndim == 2 else visible[row]
+    seen = (seen[None] if seen.ndim == 2 else seen)[:, -1]  # by head, or 1
+    return seen[:: max(len(seen) // heads, 1)].expand(heads, -1), places
+
+
 def doubled(held: int, needed: int, most: int) -> int:
     """Return the size of a buffer of `held` that doubles, up to `most`, until `needed` fits."""
     while held < needed:

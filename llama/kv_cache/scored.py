@@ -235,9 +235,7 @@ class ScoredCache(CountingCache):
     def _begin(self, rows: Rows) -> None:
         """Drop what is stored of the rows that start at 0, and note the rows that are new."""
         if not any(rows.starts):
-            reserved = self.reserved
             self.free()
-            self.reserved = reserved
         again = [row for row, start in enumerate(rows.starts) if start == 0 and row < len(self._bases)]
         if again:
             parts = self._split()

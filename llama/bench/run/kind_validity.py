@@ -9,6 +9,7 @@ from torch import Tensor
 from llama.bench.run.validity import check
 from llama.bench.schema import Row
 from llama.kv_cache import Cache, KVCache, ScoredCache
+from llama.kv_cache.contract import read_by_last
 from llama.model import Transformer
 from llama.rows import Rows
 
@@ -54,11 +55,7 @@ def read_next(model: Transformer, layer: KVCache, ids: Sequence[int]) -> Read:
     rows, queries = Rows.at([fed], [1]), torch.ones(1, 1, args.n_heads, args.head_dim).to(xk)
     copy = layer.copy()
     keys, values = copy.update(rows, xk[:, -1:], xv[:, -1:])
-    visible, places = copy.visible(rows, queries), copy.key_positions()
-    places = torch.arange(keys.shape[1], device=keys.device) if places is None else places.reshape(-1, keys.shape[1])
-    places = places.expand(args.n_kv_heads, -1).long()
-    seen = places <= fed if visible is None else visible.reshape(-1, *visible.shape[-2:])[:, -1]
-    seen = seen[:: max(len(seen) // args.n_kv_heads, 1)].expand(args.n_kv_heads, -1)
+    seen, places = read_by_last(copy, rows, queries, keys.shape[1])
     apart = []
     for given, back in ((_pairs(xk), _pairs(keys)), (xv, values)):
         given, back = given[0].transpose(0, 1), back[0].transpose(0, 1)  # (n_kv_heads, positions, ...)

@@ -75,7 +75,7 @@ def make_ledger(
 ) -> list[Row]:
     """Return a row for each part of the memory at the peak, and their sum; `measured` has bytes by the name of a line.
 
-    What the other lines leave of a measured peak is the line of activations.
+    The line of activations is the measured peak without the other lines.
     """
     at_head, measured = predicted.at_head, measured or {}
 
