@@ -25,6 +25,7 @@ from llama.kv_cache import (
     KiviCache,
     KVCache,
     PagedCache,
+    QuestCache,
     RotatedCache,
     ScoredCache,
     StaticCache,
@@ -33,6 +34,7 @@ from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.kv_cache.paged import BLOCK
 from llama.kv_cache.quantized import QuantizedCache
+from llama.kv_cache.quest import PAGE
 from llama.rope import RopeTable
 from llama.rows import Rows
 
@@ -45,6 +47,7 @@ KINDS: dict[type[KVCache], int] = {
     KiviCache: 2,
     PagedCache: 3,
     ScoredCache: 4,
+    QuestCache: 5,
 }
 _NAMES = {kind: frozenset(dir(kind)) for kind in KINDS}  # of methods and settings
 # What a subclass of ScoredCache may define: which positions are kept, as a prompt ends, and what describes the kind.
@@ -61,6 +64,7 @@ class CacheRoom:
     """Memory for a call in every layer of a cache: all but `buffers` is passed to native code.
 
     buffers: the memory at the layers' addresses, which stays allocated as long as this object.
+    pages: how many a step over a `QuestCache` reads.
     """
 
     kind: int
@@ -69,6 +73,7 @@ class CacheRoom:
     groups: Groups
     buffers: list[Tensor]
     bases: Tensor | None
+    pages: int
 
 
 class _Tables:
@@ -132,7 +137,7 @@ class NativeCache:
         self._sizes: tuple[int, ...] = ()  # of the model
         self._groups: tuple[int, ...] = ()  # see `Groups`; () for kinds without groups
         self._names: Sequence[str] = ()
-        self._slots = 0
+        self._slots = self._pages = 0
         self._layers = (LayerCache * 0)()
         self._tables, self._runs = _Tables([], []), _Runs([], [])
 
@@ -143,7 +148,7 @@ class NativeCache:
         """
         layers, kind = cache.layers, served_as(type(cache.layers[0]))
         assert kind is not None  # see `check_cache`
-        if kind is StaticCache:
+        if issubclass(kind, StaticCache):
             self._reserve_static(model, cast(list[StaticCache], layers), rows, whole=whole)
         elif kind is PagedCache:
             self._reserve_blocks(model, cast(list[PagedCache], layers), rows, whole=whole)
@@ -153,20 +158,25 @@ class NativeCache:
             self._reserve_groups(model, cast(list[QuantizedCache], layers), rows)
         buffers, bases = cast(list[Tensor], self._buffers(layers)), self._runs.bases if kind is ScoredCache else None
         held = [*buffers, *self._runs.memory]
-        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), held, bases)
+        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), held, bases, self._pages)
 
     def moved(self, cache: Cache, room: CacheRoom) -> bool:
         """Return True if the cache has other buffers than `room`: another text of its pool may replace them."""
         return not all(map(is_, self._buffers(cache.layers), room.buffers))
 
     def _reserve_static(self, model: NativeModel, caches: list[StaticCache], rows: Rows, *, whole: bool) -> None:
-        bsz, length = len(rows.starts), rows.end if whole else max(map(add, rows.starts, rows.lengths))
-        if self._unchanged(model, caches) and caches[0].fits(bsz, length):
-            return
-        like = _like(model)
-        rooms = [cache.room(bsz, length, like=like) for cache in caches]
-        shape = (*rooms[0][0].shape[:2], *like.shape[2:])
-        self._write(model, caches, [{"keys": (shape, like.dtype), "values": (shape, like.dtype)}] * len(caches))
+        first, bsz = caches[0], len(rows.starts)
+        length = rows.end if whole else max(map(add, rows.starts, rows.lengths))
+        if not (self._unchanged(model, caches) and first.fits(bsz, length)):
+            like = _like(model)
+            for cache in caches:
+                cache.room(bsz, length, like=like)
+            rows_held, length_held = cast(Tensor, first.keys).shape[:2]
+            self._write(model, caches, [first.sizes(rows_held, length_held, like)] * len(caches))
+        if isinstance(first, QuestCache):
+            if len({cache.positions for cache in cast(list[QuestCache], caches)}) > 1:
+                raise Unsupported("the layers' caches read different numbers of positions")
+            self._pages = min(first.positions // PAGE, -(-self._slots // PAGE))
 
     def _reserve_groups(self, model: NativeModel, caches: list[QuantizedCache], rows: Rows) -> None:
         first, bsz = caches[0], len(rows.starts)

@@ -61,6 +61,7 @@ class NativeCall:
             caches=None if cache is None else cache.layers,
             groups=Groups() if cache is None else cache.groups,
             bases=None if cache is None or cache.bases is None else cache.bases.data_ptr(),
+            pages=0 if cache is None else cache.pages,
             kept=addressof(kept),
             logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),

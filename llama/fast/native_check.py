@@ -19,7 +19,7 @@ from llama.fast.native_description import mapped_matrix
 from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
-from llama.kv_cache import KVCache, ScoredCache
+from llama.kv_cache import KVCache, QuestCache, ScoredCache
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
@@ -126,8 +126,8 @@ def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
 def _off_from_cache(model: Transformer, runner: NativeRunner, wanted: type[KVCache]) -> float:
     """Return how far native logits are from the modules' after a prompt in a cache of this kind."""
     steps_alone = wanted is ScoredCache
-    name = "adakv:0.5" if steps_alone else next(name for name, kind in KVCache.kinds.items() if kind is wanted)
-    widths = [1] * 5 if steps_alone else [5]
+    names = {kind: name for name, kind in KVCache.kinds.items()} | {ScoredCache: "adakv:0.5", QuestCache: "quest:64"}
+    name, widths = names[wanted], [1] * 5 if wanted in (ScoredCache, QuestCache) else [5]
     tokens = torch.arange(340, device="cpu").view(2, 170) % _ARGS.vocab_size  # the default windows leave a group
     prompt, *steps = torch.split(tokens, [165, *widths], dim=1)
     with torch.inference_mode():

@@ -45,6 +45,8 @@ class LayerCache(ctypes.Structure):
         ("kept_keys", c_void_p),
         ("kept_values", c_void_p),
         ("runs", c_void_p),
+        ("lows", c_void_p),
+        ("highs", c_void_p),
     )
 
 
@@ -103,6 +105,7 @@ class NativeBatch(ctypes.Structure):
         ("caches", POINTER(LayerCache)),  # of every layer, or null
         ("groups", Groups),
         ("bases", c_void_p),  # or null
+        ("pages", c_int64),
         ("kept", c_void_p),
         ("logits", c_void_p),
         ("choice", c_void_p),  # a Choice, or null

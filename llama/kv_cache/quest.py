@@ -69,8 +69,9 @@ class QuestCache(StaticCache, kind="quest"):
         assert self.lows is not None
         assert self.highs is not None
         bsz, heads = len(rows.starts), self.lows.shape[2]
-        low, high = (held[:bsz, :pages].permute(0, 2, 3, 1) for held in (self.lows, self.highs))
-        queries = torch.unflatten(xq[:, 0], 1, (heads, -1))  # (bsz, n_kv_heads, shared, head_dim)
+        wide = torch.promote_types(xq.dtype, torch.float32)  # in 16 bits, many bounds would be equal
+        low, high = (held[:bsz, :pages].permute(0, 2, 3, 1).to(wide) for held in (self.lows, self.highs))
+        queries = torch.unflatten(xq[:, 0], 1, (heads, -1)).to(wide)  # (bsz, n_kv_heads, shared, head_dim)
         bounds = (queries.clamp(min=0) @ high + queries.clamp(max=0) @ low).amax(2)  # (bsz, n_kv_heads, pages)
         newest = torch.tensor(rows.starts, device=xq.device)[:, None, None]
         first = torch.arange(pages, device=xq.device) * PAGE

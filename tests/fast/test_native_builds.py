@@ -71,7 +71,7 @@ def test_every_build_gives_the_same_bits_however_a_text_is_fed(architecture: str
 
 def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune: str) -> None:
     tokens = some_tokens(3, 70, vocab_size=VOCAB)
-    names = ("static", "int8", "int4", "rotated:k3v5+1", "kivi:2+1", "paged", "adakv:0.25")
+    names = ("static", "int8", "int4", "rotated:k3v5+1", "kivi:2+1", "paged", "adakv:0.25", "quest:32")
     for kind, kv_cache in zip(itertools.cycle(KINDS), names, strict=False):
         made = []
         for one in (tune, "generic"):
@@ -105,6 +105,10 @@ FAULTS = {
     "every row reads the kept keys of the first": (
         "return cache.runs[row[t] * model.kv_heads + head / rep];",
         "return cache.runs[head / rep];",
+    ),
+    "every row reads its pages from the first": (
+        "(row[t] * batch.slots + pages[from + i] * PAGE)",
+        "(pages[from + i] * PAGE)",
     ),
     "the token behind the drawn one is chosen": (
         "return sorted[i].id;",

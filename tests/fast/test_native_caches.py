@@ -33,13 +33,13 @@ from writes import rows_of
 
 from llama.args import ModelArgs
 from llama.fast.choose import make_fast
-from llama.kv_cache import Cache, KVCache, PagedCache
+from llama.kv_cache import Cache, KVCache, PagedCache, QuestCache
 from llama.kv_cache.quantized import QuantizedCache, hadamard, quantize, unpacked
 from llama.model import Transformer
 
 pytestmark = needs_a_compiler
 GROUPED = ("int8", "int4", "rotated:4+1", "rotated:k3v5+20", "rotated:k6v7+40", "kivi:2+7")
-CACHES = (*GROUPED, "paged")
+CACHES = (*GROUPED, "paged", "quest:64")
 TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
 
 
@@ -52,7 +52,8 @@ def test_a_kind_without_native_code_is_named_as_it_was_given(
     kind: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_fast(model_of("fp32", replace(ARGS, kv_cache=kind)), FOLDER)
-    assert f"{says} has no fast step; these kinds have one: static, int8, int4, rotated, kivi, paged" in caplog.text
+    kinds = "static, int8, int4, rotated, kivi, paged, quest"
+    assert f"{says} has no fast step; these kinds have one: {kinds}" in caplog.text
 
 
 def layers_of(model: Transformer) -> list[KVCache]:
@@ -100,6 +101,9 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
         if isinstance(theirs, PagedCache):
             check_blocks(theirs, ours, ends)
             continue
+        if isinstance(theirs, QuestCache):
+            check_pages(theirs, ours, ends)
+            continue
         assert isinstance(theirs, QuantizedCache)
         assert isinstance(ours, QuantizedCache)
         assert ours._ends == theirs._ends
@@ -138,6 +142,18 @@ def check_blocks(theirs: PagedCache, ours: KVCache, ends: list[int]) -> None:
         for side in ("keys", "values") if table else ():
             one, other = (cache.held()[side][table].flatten(0, 1)[: ends[row]] for cache in (theirs, ours))
             torch.testing.assert_close(other, one, rtol=0, atol=1e-3)
+
+
+def check_pages(theirs: QuestCache, ours: KVCache, ends: list[int]) -> None:
+    """Assert that both have the same numbers in every position that was written, and the bounds of their own keys."""
+    for row, end in enumerate(ends):
+        one, other = ({name: held[row] for name, held in cache.held().items()} for cache in (theirs, ours))
+        for name, held in one.items():
+            size = theirs.written(name, end)
+            torch.testing.assert_close(other[name][:size], held[:size], rtol=0, atol=1e-3)
+        pages = other["keys"][:end].split(16)
+        assert torch.equal(other["lows"][: len(pages)], torch.stack([page.amin(0) for page in pages]))
+        assert torch.equal(other["highs"][: len(pages)], torch.stack([page.amax(0) for page in pages]))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8 in bf16"])
@@ -238,7 +254,7 @@ def poison(cache: KVCache, ends: list[int]) -> None:
                 for position in range(end):
                     free[cache.tables[row][position // 16], position % 16] = False
             elif not isinstance(cache, QuantizedCache):
-                free[row, :end] = False
+                free[row, : cache.written(name, end)] = False
             else:
                 free[row, written(cache, name, end)] = False
         buffer[free] = torch.nan if buffer.is_floating_point() else 255

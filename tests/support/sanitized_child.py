@@ -105,7 +105,7 @@ def main(*words: str) -> None:
         torch.set_num_threads(1)  # the thread sanitizer does not see the barriers of OpenMP
         with compiled_with(*THREADS_SANITIZED):
             texts_in_one_cache() if "--one-cache" in words else texts_at_once(
-                ("static", "int4", "paged", "adakv:0.5")  # int8 runs the code of int4
+                ("static", "int4", "paged", "quest:32", "adakv:0.5")  # int8 runs the code of int4
             )
         print("clean")
         return
@@ -120,7 +120,7 @@ def main(*words: str) -> None:
                 feed(model, lengths, dice.choice((1, 2, 3)), caching=caching)
             assert served(model) == len(LENGTHS) * 6
             choose(model)
-            kinds = (("int8", 4), ("int4", 4), ("rotated:k3v5+1", 4), ("paged", 4), ("adakv:0.5", 1))
+            kinds = (("int8", 4), ("int4", 4), ("rotated:k3v5+1", 4), ("paged", 4), ("quest:32", 4), ("adakv:0.5", 1))
             for cache, native in kinds:  # of four calls
                 model.kv_cache = cache
                 before = served(model)

@@ -8,6 +8,7 @@
 
 #include "choose.h"
 #include "groups.h"
+#include "pages.h"
 #include "products.h"
 
 namespace {
@@ -24,6 +25,7 @@ struct LayerCache {  // the buffers of a text's cache in one layer; null if its 
     const std::int32_t* table;   // (rows, slots) of PAGED: the blocks of keys and values, (blocks, PAGE, ...), of a row
     const void *kept_keys, *kept_values;  // (kept, head_dim) of COMPRESSED: a run for every row and kv head, in this order
     const Int* runs;                      // (rows * kv_heads + 1,): where each run begins, and the end of the last one
+    void *lows, *highs;                   // (rows, pages, kv_heads, head_dim) of QUEST, see pages.h
 };
 
 constexpr LayerCache NO_CACHE{};
@@ -35,6 +37,7 @@ enum Kind : Int {
     GROUPED,     // groups of positions in few bits, see groups.h, and some positions in full precision
     PAGED,       // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
     COMPRESSED,  // some positions for every kv head, and a slot for every position behind them; a call feeds one per row
+    QUEST,       // a slot for every position; a call of one position per row reads some pages of them
 };
 
 struct Model {
@@ -59,6 +62,7 @@ struct Batch {
     const LayerCache* caches;  // of each layer; null if the kind is NONE
     Groups groups;    // of GROUPED
     const Int* bases;  // (rows,) of COMPRESSED: the position of the first slot; else null
+    Int pages;         // of QUEST: how many each kv head reads
     const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
     float* logits;
     const Choice* choice;  // how to choose from these logits, or null
@@ -79,7 +83,7 @@ struct Carver {  // allocates from the workspace, or only counts
 
 // Sizes of what is processed at a time, to fit into the inner CPU caches:
 constexpr Int BLOCK = 48;    // tokens of a block of one thread
-constexpr Int PAGE = 16;     // positions in a block of a paged cache
+constexpr Int PAGE = 16;     // positions in a block of a paged cache, and in a page of QUEST
 constexpr Int KEYS = 64;     // keys in a chunk of attention
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 constexpr Int SCORED = 64;   // tokens whose logits are computed
@@ -97,7 +101,9 @@ struct Forward {
     bool together;         // all threads compute one block of all tokens and share columns; else each its own
     bool apart;            // so few tokens that their keys are shared out; else, of one block, rows are
     Int blocks, block_rows;
+    bool chooses;          // some token reads not all pages
     Int chunks;  // of keys, for the longest text
+    Int most_pages;  // of the longest text, if tokens choose
     // In the workspace:
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
@@ -111,6 +117,8 @@ struct Forward {
     float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, if threads share the keys
+    float* bounds;                 // of every token, kv head and page, if tokens choose
+    std::int32_t* chosen;          // (tokens, kv_heads, batch.pages): the pages that are read, in ascending order
     float* scaled_row;             // each thread's
     char* rooms;                   // each thread's
     Largest* found;                // each thread's, of every row, if tokens are chosen
@@ -131,7 +139,10 @@ struct Forward {
         apart = together && tokens < 2 * threads;
         Int longest = 0;
         for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
-        chunks = (longest + KEYS - 1) / KEYS + (batch.kind == COMPRESSED);  // the last chunk of a run may not be full
+        chooses = batch.kind == QUEST && batch.width == 1 && longest > batch.pages * PAGE;
+        most_pages = chooses ? (longest + PAGE - 1) / PAGE : 0;
+        chunks = chunks_for(chooses ? batch.pages * PAGE : longest);
+        chunks += batch.kind == COMPRESSED;  // the last chunk of a run may not be full
         Carver carver{batch.workspace};
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
         begin = carver.take<Int>(batch.rows + 1);
@@ -155,11 +166,15 @@ struct Forward {
         if (grouped())
             attention_bytes += (most_queries() * model.head_dim + of_group() + of_keys) * sizeof(float) + codes_of_group();
         else attention_bytes += model.heads * LANES * LANES * sizeof(float);
+        if (chooses)
+            attention_bytes += 2 * rep * (model.head_dim * sizeof(T) + PAGES * sizeof(float)) + most_pages * sizeof(float);
         attention_bytes = (attention_bytes + 10 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
         room_bytes = model.mapped ? product_of.room_for(std::max(queries, widest())) : 0;
         rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
+        bounds = carver.take<float>(tokens * model.kv_heads * most_pages);
+        chosen = carver.take<std::int32_t>(chooses ? tokens * model.kv_heads * batch.pages : 0);
         found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
         penalized_row = carver.take<float>(threads * penalized(batch.choice));
         workspace_size = carver.used;
@@ -237,6 +252,7 @@ struct Forward {
             if (grouped()) recall(cache, all);
             all.wait();
             if (grouped()) keep(cache, all, attention + all.rank * attention_bytes);
+            if (batch.kind == QUEST) bound_pages(cache, all);
             each_block([&](Int first, Int count) {
                 attend(cache, first, count, team, attention + all.rank * attention_bytes);
                 team.wait();
@@ -454,7 +470,8 @@ struct Forward {
 
     // Attention for a block's tokens; the output overwrites the queries.
     void attend(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
-        if (batch.kind == COMPRESSED) return attend_compressed(cache, first, count, team, scratch);
+        if (chooses) choose_pages(cache, first, count, team, scratch);
+        if (batch.kind == COMPRESSED || chooses) return attend_by_head(cache, first, count, team, scratch);
         if (apart) return attend_apart(cache, first, count, team, scratch);
         Int task = 0;
         for (Int t = first; t < first + count;) {
@@ -500,9 +517,9 @@ struct Forward {
         }
     }
 
-    // Attention of tokens of different rows to a compressed cache. Threads share the chunks of all keys: each has a
-    // contiguous range, except of many rows, of which each has whole kv heads.
-    void attend_compressed(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
+    // Attention of tokens of different rows, of which each kv head reads other positions. Threads share the chunks of all
+    // keys: each has a contiguous range, except of many rows, of which each has whole kv heads.
+    void attend_by_head(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         Look it(*this, scratch);
         Int tasks = 0, task = 0;
         auto each = [&](auto act) {  // the first head and the number of chunks of every token and kv head
@@ -548,8 +565,54 @@ struct Forward {
     }
     static Int chunks_for(Int keys) { return (keys + KEYS - 1) / KEYS; }
     Int chunks_of(const LayerCache& cache, Int t, Int head) const {
+        if (chooses) return chunks_for(chosen_keys(t));
         return chunks_for(run_length(cache, t, head)) + chunks_for(position[t] + 1 - batch.bases[row[t]]);
     }
+
+    // Compute the bounds of the pages that this call writes to.
+    void bound_pages(const LayerCache& cache, const Team& all) const {
+        Int task = 0;
+        for (Int r = 0; r < batch.rows; r++) {
+            const Int start = batch.starts[r], end = start + batch.kept[r];
+            for (Int from = start / PAGE * PAGE; from < end; from += PAGE) {
+                if (task++ % all.size != all.rank) continue;
+                const Int place = place_of_page(r, from / PAGE);
+                const T* ks = place_of(nullptr, cache.keys, keys, r, from);
+                write_extremes(ks, std::min(PAGE, end - from), kv, (T*)cache.lows + place, (T*)cache.highs + place);
+            }
+        }
+    }
+
+    // Choose the pages that each kv head of a token reads: those with the largest bounds, and the newest.
+    void choose_pages(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
+        const Int d = model.head_dim;
+        Look it(*this, scratch);
+        for (Int t = first; t < first + count; t++) {
+            const Int older = position[t] / PAGE, begin = older * team.rank / team.size;
+            const Int pages = older * (team.rank + 1) / team.size - begin;
+            for (Int head = 0; head < model.heads; head += rep) {
+                const Int at = place_of_page(row[t], begin) + head / rep * d;
+                begin_look(it, t, 1, head, rep);
+                split_by_sign(it.queries, rep * d, it.split);
+                bound_scores<T>(it.split, rep, d, {(const T*)cache.lows + at, (const T*)cache.highs + at, kv}, pages,
+                                it.bounds, bounds + place_of_choice(t, head) * most_pages + begin);
+            }
+        }
+        team.wait();
+        for (Int i = team.rank; i < count * model.kv_heads; i += team.size) {
+            const Int t = first + i / model.kv_heads, place = place_of_choice(t, i % model.kv_heads * rep);
+            std::int32_t* to = chosen + place * batch.pages;
+            const Int older = position[t] / PAGE, others = chosen_pages(t) - 1;
+            write_places_of_largest(bounds + place * most_pages, older, others, it.sorted, to);
+            to[others] = std::int32_t(older);
+        }
+        team.wait();
+    }
+
+    Int place_of_page(Int row, Int page) const { return (row * ((batch.slots + PAGE - 1) / PAGE) + page) * kv; }
+    Int place_of_choice(Int t, Int head) const { return t * model.kv_heads + head / rep; }
+    Int chosen_pages(Int t) const { return std::min(batch.pages, position[t] / PAGE + 1); }
+    Int chosen_keys(Int t) const { return (chosen_pages(t) - 1) * PAGE + position[t] % PAGE + 1; }
 
     // Attention of tokens t .. t + count - 1, of one row, to their past, for `heads` heads of whole kv heads.
     void look(const LayerCache& cache, Int t, Int count, Int head, Int heads, char* scratch) const {
@@ -575,6 +638,8 @@ struct Forward {
         float *wide, *own, *keys;  // with groups in the cache: the queries in float32, and memory to read a group
         std::uint8_t* codes;
         float* sums_of_keys;  // else: of LANES keys and all queries
+        T* split;             // if tokens choose pages: the queries of a kv head by sign, and memory for their bounds
+        float *bounds, *sorted;
 
         Look(const Forward& f, char* scratch) {
             Carver carver{scratch};
@@ -582,8 +647,12 @@ struct Forward {
             queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * f.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
-            wide = own = keys = sums_of_keys = nullptr, codes = nullptr;
+            wide = own = keys = sums_of_keys = bounds = sorted = nullptr, codes = nullptr, split = nullptr;
             if (!f.grouped()) sums_of_keys = carver.take<float>(f.model.heads * LANES * LANES);
+            if (f.chooses) {
+                split = carver.take<T>(2 * f.rep * d), bounds = carver.take<float>(2 * f.rep * PAGES);
+                sorted = carver.take<float>(f.most_pages);
+            }
             if (!f.grouped()) return;
             wide = carver.take<float>(n * d), own = carver.take<float>(f.of_group());
             keys = carver.take<float>(d * AT_ONCE), codes = carver.take<std::uint8_t>(f.codes_of_group());
@@ -647,25 +716,44 @@ struct Forward {
         }
     }
 
-    // Attention of a token's heads that share a kv head to a chunk of its run or, after these, of the slots behind it.
+    // Attention of a token's heads that share a kv head to a chunk of what it reads: of the chosen pages, or of its run
+    // and, after these chunks, of the slots behind it.
     void look_at_chunk(Look& it, const LayerCache& cache, Int t, Int head, Int number, float* to) const {
-        const Int d = model.head_dim, size = part_size(), length = run_length(cache, t, head);
+        if (chooses) {
+            const Int seen = std::min(KEYS, chosen_keys(t) - number * KEYS);
+            return look_at_keys(it, chunk_of_pages(cache, t, head, number * KEYS / PAGE), seen, nullptr, to);
+        }
+        const Int d = model.head_dim, length = run_length(cache, t, head);
         const Int kept = chunks_for(length), behind = batch.bases[row[t]] + (number - kept) * KEYS;
         const Int seen = std::min(KEYS, number < kept ? length - number * KEYS : position[t] + 1 - behind);
-        Chunk chunk{{}, {}, d, KEYS};
-        const T* next = nullptr;  // contiguous values, which are prefetched
-        if (number < kept) {
-            const Int from = (run_begin(cache, t, head) + number * KEYS) * d;
-            chunk.keys[0] = (const T*)cache.kept_keys + from;
-            chunk.values[0] = next = (const T*)cache.kept_values + from;
-        } else {
-            chunk = chunk_at(cache, row[t], behind, behind + seen, head / rep * d);
-        }
-        all_dots(it.queries, d, rep, chunk.keys[0], chunk.stride, seen, d, it.scores, KEYS, next);
+        if (number >= kept)
+            return look_at_keys(it, chunk_at(cache, row[t], behind, behind + seen, head / rep * d), seen, nullptr, to);
+        const Int from = (run_begin(cache, t, head) + number * KEYS) * d;
+        const Chunk chunk{{(const T*)cache.kept_keys + from}, {(const T*)cache.kept_values + from}, d, KEYS};
+        look_at_keys(it, chunk, seen, chunk.values[0], to);
+    }
+
+    // `next`: the values, if they are contiguous; they are prefetched.
+    void look_at_keys(Look& it, const Chunk& chunk, Int seen, const T* next, float* to) const {
+        const Int d = model.head_dim, size = part_size();
+        for (Int key = 0; key < seen; key += chunk.run)
+            all_dots(it.queries, d, rep, chunk.keys[key / chunk.run], chunk.stride, std::min(chunk.run, seen - key), d,
+                     it.scores + key, KEYS, next);
         for (Int i = 0; i < rep; i++) weigh(it.scores + i * KEYS, seen, to + i * size);
         by_rows(rep, [&](auto rows, Int i) {
             sums<decltype(rows)::value>(it.scores + i * KEYS, chunk, seen, to + i * size + LANES, size);
         });
+    }
+
+    // The pages that a kv head reads, from place `from` of the chosen ones on.
+    Chunk chunk_of_pages(const LayerCache& cache, Int t, Int head, Int from) const {
+        Chunk chunk{{}, {}, kv, PAGE};
+        const std::int32_t* pages = chosen + place_of_choice(t, head) * batch.pages;
+        for (Int i = 0; i < KEYS / PAGE && from + i < chosen_pages(t); i++) {
+            const Int at = (row[t] * batch.slots + pages[from + i] * PAGE) * kv + head / rep * model.head_dim;
+            chunk.keys[i] = (const T*)cache.keys + at, chunk.values[i] = (const T*)cache.values + at;
+        }
+        return chunk;
     }
 
     // The unquantised keys and values of positions `from` to `end`, `at` numbers after a token's first.
