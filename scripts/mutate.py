@@ -1,11 +1,13 @@
 """Change the library in one random place at a time, and count how many of the changes its tests notice.
 
     python scripts/mutate.py --count 40 --seed 1 core kv_cache
+    python scripts/mutate.py --count 40 --seed 1 llama/kv_cache/scored.py
 
 A mutant is a copy of the repository with one comparison, operator, constant, condition or call statement changed. The
-tests of its room run on it until one fails. The share that fails ("killed") is a figure to compare between two versions
-of the tests: some mutants change no promised behaviour, so it stays below 100 %. Prints a line for each mutant
-and a line for each room. Linux and macOS: copies are tried in forked processes, see tests/historic_bugs/child.py.
+tests of its room run on it until one fails; for a file, those with its name come first. The share that fails ("killed")
+is a figure to compare between two versions of the tests: some mutants change no promised behaviour, so it stays below
+100 %. Prints a line for each mutant and a line for each room or file. Linux and macOS: copies are tried in forked
+processes, see tests/historic_bugs/child.py.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from historic_bugs import run as bugs
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room: the files that are changed, and the tests that run on them, in this order.
+# Room: the files that are changed, and the tests that run on them, in this order: what survives runs all of them.
 ROOMS: dict[str, tuple[str, str]] = {
     "core": (
         "llama/args.py llama/rope.py llama/ops.py llama/layers.py llama/rows.py llama/switches.py llama/model.py "
@@ -41,7 +43,8 @@ ROOMS: dict[str, tuple[str, str]] = {
     ),
     "kv_cache": (
         "llama/kv_cache",
-        "tests/kv_cache tests/test_generation.py tests/test_session.py",
+        "tests/kv_cache/test_[!ek]*.py tests/kv_cache/test_kvpress.py tests/kv_cache tests/test_generation.py "
+        "tests/test_session.py",
     ),
     "sampling": (
         "llama/sampling.py llama/request.py",
@@ -52,6 +55,7 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/checkpoint tests/untrusted",
     ),
     "bench": ("llama/bench", "tests/bench"),
+    "cli": ("llama/cli", "tests/cli"),
 }
 LIMIT_S = 600
 
@@ -142,12 +146,25 @@ def files_of(patterns: str) -> list[str]:
     return list(dict.fromkeys(path.relative_to(ROOT).as_posix() for path in found))
 
 
-def drawn(room: str, count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants of a room, each as likely as every other; the same for the same seed and sources."""
-    every = [
-        mutant for file in files_of(ROOMS[room][0]) for mutant in mutants_of(file, (ROOT / file).read_text("utf-8"))
-    ]
-    return random.Random(f"{room} {seed}").sample(every, min(count, len(every)))
+def tried(name: str) -> tuple[list[str], list[str]]:
+    """Return the files that are changed, and the tests that run on them, for a room or for one file of a room.
+
+    Raises ValueError for another name.
+    """
+    room = name if name in ROOMS else next((room for room in ROOMS if name in files_of(ROOMS[room][0])), None)
+    if room is None:
+        raise ValueError(f"{name} is neither a room nor a file of one; the rooms are {', '.join(ROOMS)}")
+    files, tests = map(files_of, ROOMS[room])
+    tests = [file for file in tests if Path(file).name.startswith("test_")]
+    if name == room:
+        return files, tests
+    return [name], sorted(tests, key=lambda file: not Path(file).stem.startswith(f"test_{Path(name).stem}"))
+
+
+def drawn(name: str, count: int, seed: int) -> list[Mutant]:
+    """Return `count` mutants of a room or a file, each as likely as every other; the same for a seed and sources."""
+    every = [mutant for file in tried(name)[0] for mutant in mutants_of(file, (ROOT / file).read_text("utf-8"))]
+    return random.Random(f"{name} {seed}").sample(every, min(count, len(every)))
 
 
 def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Iterator[str]:
@@ -202,21 +219,22 @@ def _patch(mutant: Mutant) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=f"of {', '.join(ROOMS)}; by default all")
-    parser.add_argument("--count", type=int, default=40, help="mutants of each room")
+    parser.add_argument("names", nargs="*", metavar="ROOM|FILE", help=f"{', '.join(ROOMS)}, or a file; default: all")
+    parser.add_argument("--count", type=int, default=40, help="mutants of each room or file")
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
     parser.add_argument("--processes", type=int, default=2, help="mutants that are tried at once")
     given = parser.parse_args()
-    if unknown := set(given.rooms) - set(ROOMS):
-        parser.error(f"there is no room {', '.join(sorted(unknown))}; choose of {', '.join(ROOMS)}")
-    for room in given.rooms or list(ROOMS):
-        begun, killed = time.monotonic(), 0
-        mutants, tests = drawn(room, given.count, given.seed), files_of(ROOMS[room][1])
-        tests = [file for file in tests if Path(file).name.startswith("test_")]
+    names = given.names or list(ROOMS)
+    try:
+        tests_of = {name: tried(name)[1] for name in names}
+    except ValueError as error:
+        parser.error(str(error))
+    for name, tests in tests_of.items():
+        begun, killed, mutants = time.monotonic(), 0, drawn(name, given.count, given.seed)
         for mutant, how in zip(mutants, verdicts(mutants, tests, given.processes), strict=True):
             killed += bool(how)
             print(f"{mutant}: {f'killed: {how:.120}' if how else 'SURVIVED'}", flush=True)
-        print(f"{room}: {killed} of {len(mutants)} killed in {time.monotonic() - begun:.0f} s", flush=True)
+        print(f"{name}: {killed} of {len(mutants)} killed in {time.monotonic() - begun:.0f} s", flush=True)
     return 0
 
 

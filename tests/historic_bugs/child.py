@@ -86,7 +86,7 @@ def import_all() -> str:
 
 
 class Record:
-    """A plugin of pytest that runs the wanted tests alone and keeps how each case ended."""
+    """A plugin of pytest that runs the wanted tests alone, in their order, and keeps how each case ended."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self.tests = tests
@@ -98,12 +98,10 @@ class Record:
             self.trouble = f"{report.nodeid} cannot be collected: {report.longreprtext.splitlines()[-1]}"
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        wanted = set(self.tests)
-        items[:] = [
-            item
-            for item in items
-            if wanted & {item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]}
-        ]
+        order = {test: place for place, test in enumerate(self.tests)}
+        names = {item: (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]) for item in items}
+        places = {item: [order[name] for name in names[item] if name in order] for item in items}
+        items[:] = sorted((item for item in items if places[item]), key=lambda item: places[item][0])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
