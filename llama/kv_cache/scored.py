@@ -219,7 +219,6 @@ class ScoredCache(CountingCache):
         for name in wanted:
             setattr(self, name, state[name])
         self._ends, self._bases, self._counts = ends, bases, counts
-        self._fed, self._padding = rows, 0
 
     def _refusal(self, row: int, start: int, end: int) -> str | None:
         base = self._bases[row]
@@ -335,7 +334,6 @@ class ScoredCache(CountingCache):
         parts = self._split()
         self._counts = [list(self._counts[row]) for row in rows]
         self._bases, self._ends = [self._bases[row] for row in rows], [self._ends[row] for row in rows]
-        self._fed, self._padding = len(rows), 0
         self._join([parts[row] for row in rows])
         for name in ("keys", "values"):
             held = getattr(self, name)

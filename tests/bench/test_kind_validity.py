@@ -32,6 +32,14 @@ class InPlainKeys(Int8Cache, kind="in plain keys"):
         return self._plain, values
 
 
+class Wrong(Int8Cache, kind="wrong"):
+    """Returns half of each value, with the other sign."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        return keys, values / -2
+
+
 class Zeros(StaticCache, kind="zeros"):
     """Returns zeros for what is older than 50 tokens."""
 
@@ -58,7 +66,7 @@ class Larger(StaticCache, kind="larger"):
         return super().predicted_bytes(prompts=prompts, ends=ends, reserved=reserved, itemsize=itemsize) - 1
 
 
-def judged(kind: str, *, dtype: torch.dtype = torch.float32) -> dict[str, str]:
+def judged(kind: str, *, dtype: torch.dtype = torch.float32, column: str = "status") -> dict[str, str]:
     model, ids = tiny_model(max_seq_len=256, head_dim=32, dtype=dtype), some_tokens(1, LENGTH)
     cache, prompt = model.new_cache(kind, rows=1, length=LENGTH), LENGTH - 6
     with torch.inference_mode():
@@ -69,7 +77,7 @@ def judged(kind: str, *, dtype: torch.dtype = torch.float32) -> dict[str, str]:
     predicted = cache.predicted_bytes(prompts=[prompt], ends=[LENGTH], reserved=(1, LENGTH), itemsize=itemsize)
     quantized = any(issubclass(type(layer), Int8Cache) or kind in ("int4", "fp8") for layer in cache.layers)
     rows = judge_kind(model, cache, ids[0].tolist(), prompt=prompt, predicted=predicted, quantized=quantized)
-    return {str(row["name"]): str(row["status"]) for row in rows}
+    return {str(row["name"]): str(row[column]) for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,7 @@ def test_every_kind_of_ours_acts(kind: str, dtype: torch.dtype) -> None:
     [
         ("stores all", {"bytes", "dropped"}),
         ("in plain keys", {"rounded"}),
+        ("wrong", {"rounded"}),
         ("zeros", {"rounded"}),
         ("blind", {"sees a key"}),
         ("larger", {"bytes"}),
@@ -96,3 +105,9 @@ def test_every_kind_of_ours_acts(kind: str, dtype: torch.dtype) -> None:
 )
 def test_a_kind_that_does_not_act_is_found_by_its_own_check(kind: str, broken: set[str]) -> None:
     assert {name for name, status in judged(kind).items() if status == "violated"} == broken
+
+
+def test_the_words_say_what_was_found_and_in_which_layers() -> None:
+    found = judged("stores all", column="detail")
+    assert found["dropped"] == "53 to 53 of 100 keys are read in layer 0; layers 1 do not store what their budget says"
+    assert found["sees a key"] == "in 2 of 2 heads of layer 0 a token reads itself"

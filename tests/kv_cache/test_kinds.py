@@ -1,5 +1,6 @@
 """Every kind of cache keeps the contract, and a kind that does not is found; names of kinds, and `observe`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, attend, softmax_attention
 from llama.rope import rotate
 from llama.rows import Rows
-from llama.testing import CLAIMS, Broken, check_cache_kind
+from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
 WHOLE = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "paged:60"]
 WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16"]
@@ -33,6 +34,7 @@ def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
 def test_every_kind_that_the_library_registers_is_tried() -> None:
     ours = {name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama.")}
     assert ours == {name.partition(":")[0] for name in (*WHOLE, *DROPPING, *ALIKE)}
+    assert all(KVCache.kinds[name](replace(SIZES, kv_cache=name)).layer == 0 for name in ours), "by default"
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

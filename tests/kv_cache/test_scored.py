@@ -9,8 +9,10 @@ from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
+from llama.kv_cache.published import ExpectedAttentionCache, KnormCache
 from llama.model import Transformer
 from llama.ops import attention_weights
+from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 
 KEPT = ("random", "knorm", "keydiff", "lagkv", "snapkv", "pyramidkv", "adakv", "expected-attention", "tova", "h2o")
@@ -62,6 +64,24 @@ def test_a_share_is_rounded_down_once_to_at_least_a_key_and_a_count_is_for_each_
     cache = KVCache.of(tiny_args(kv_cache=f"knorm:{params}" if params else "knorm", max_seq_len=128))
     assert isinstance(cache, ScoredCache)
     assert cache.budget(positions) == wanted
+
+
+@pytest.mark.parametrize(
+    ("share", "positions", "wanted"),
+    [
+        ("0.25", 8000, [3900, 2633, 1367, 100]),
+        ("0.75", 8000, [7936, 6645, 5355, 4064]),  # a layer cannot keep more than all but the window
+        ("0.25", 5120, [2496, 1685, 875, 64]),
+        ("0.25", 5119, [1279] * 4),  # a twentieth would be less than the window
+        ("0.9", 600, [540] * 4),
+    ],
+)
+def test_pyramidkv_gives_the_first_layers_more_and_the_mean_stays(
+    share: str, positions: int, wanted: list[int]
+) -> None:
+    args = tiny_args(kv_cache=f"pyramidkv:{share}", max_seq_len=8192, n_layers=4)
+    layers = [KVCache.of(args, layer) for layer in range(4)]
+    assert [layer.budget(positions) for layer in layers if isinstance(layer, ScoredCache)] == wanted
 
 
 @pytest.mark.parametrize("params", ["0", "0.0", "-1", "1.5", "many", "0.5+4", "25", ".", "1e-1"])
@@ -149,6 +169,18 @@ def test_the_positions_of_each_head_reach_a_score_mod() -> None:
     assert given[0][0, 3, 0, :20].tolist() == [*range(100, 120)]
 
 
+@pytest.mark.parametrize("kind", [*KEPT, "duo-attention"])
+def test_a_kind_says_whether_it_depends_on_how_a_prompt_is_cut(kind: str) -> None:
+    model, tokens, whole = prompted(kind, 350)
+    cut = model.new_cache(kind)
+    with torch.inference_mode():
+        for start, end in ((0, 280), (280, 348), (348, 350)):
+            rows = Rows.at([start], [end - start], prompt_ends=end == 350)
+            model(tokens[:, start:end], rows, cache=cut, logits="last")
+    same = all(kept(one) == kept(other) for one, other in zip(whole.layers, cut.layers, strict=True))
+    assert same != whole.whole_prompt
+
+
 # ---- texts that go on ------------------------------------------------------------------------------------------------
 
 
@@ -186,6 +218,40 @@ def test_a_text_goes_on_behind_its_prompt_and_not_within_it() -> None:
         assert torch.equal(again, model(tokens[:, :100], 0, cache=model.new_cache("static")))
 
 
+def test_a_new_text_stores_what_it_stores_in_a_new_cache() -> None:
+    model, tokens, cache = prompted("knorm:20", 100, 60)
+    with torch.inference_mode():
+        fresh = model.new_cache("knorm:20")
+        for one in (cache, fresh):
+            model(tokens[:1, :70], 0, cache=one)
+        assert cache.nbytes == fresh.nbytes
+        assert kept(cache.layers[0]) == kept(fresh.layers[0])
+
+
+def test_a_prompt_that_has_not_ended_goes_on_from_its_state() -> None:
+    model, tokens, whole = prompted("knorm:20", 100)
+    cut, restored = model.new_cache("knorm:20"), model.new_cache("knorm:20")
+    with torch.inference_mode():
+        model(tokens[:, :60], Rows.at([0], [60], prompt_ends=False), cache=cut)
+        restored.restore(cut.state(1, 60), 1, 60, model.source)
+        model(tokens[:, 60:100], Rows.at([60], [40], prompt_ends=True), cache=restored)
+    assert [kept(layer) for layer in restored.layers] == [kept(layer) for layer in whole.layers]
+
+
+def test_a_head_may_keep_no_key() -> None:
+    class OneHead(KnormCache):
+        def choose(self, scores: Tensor, budget: int) -> Tensor:
+            return super().choose(scores, budget) & torch.tensor([[True], [False]])
+
+    model, tokens, cache = prompted("knorm:20", 100)
+    cache.layers = [OneHead(layer.args, layer.layer, layer.rope) for layer in cache.layers]
+    with torch.inference_mode():
+        model(tokens[:, :100], 0, cache=cache)
+    restored = OneHead(cache.layers[0].args)
+    restored.restore(cache.layers[0].state(1, 100), 1, 100)
+    assert [len(head) for head in kept(restored)[0]] == [20, 0]
+
+
 def test_a_row_that_begins_again_leaves_the_other_as_it_is() -> None:
     model, tokens, cache = prompted("knorm:20", 100, 60)
     before = kept(cache.layers[0])[1]
@@ -204,14 +270,16 @@ def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
     _, _, cache = prompted("h2o:20", 60)
     state = cache.layers[0].state(1, 60)
     empty = KVCache.of(cache.layers[0].args)
-    broken = {
-        "ends": torch.tensor([59]),
-        "bases": torch.tensor([61]),
-        "counts": torch.tensor([[20, 19]]),
-        "kept_scores": state["kept_scores"].double(),
-        "kept_positions": state["kept_positions"][:-1],
-    }
-    for name, value in broken.items():
+    broken = [
+        ("ends", torch.tensor([59])),
+        ("bases", torch.tensor([61])),
+        ("bases", torch.tensor([-1])),
+        ("counts", torch.tensor([[20, 19]])),
+        ("counts", torch.tensor([[41, -1]])),
+        ("kept_scores", state["kept_scores"].double()),
+        ("kept_positions", state["kept_positions"][:-1]),
+    ]
+    for name, value in broken:
         with pytest.raises(ValueError, match=r"must be those of 1 rows|and should have"):
             empty.restore({**state, name: value}, 1, 60)
     empty.restore(state, 1, 60)
@@ -308,6 +376,16 @@ def test_scores_of_another_shape_are_refused_by_name() -> None:
         prompted("shapeless", 40)
 
 
+def test_expected_attention_looks_512_positions_ahead_of_a_table_that_is_shorter() -> None:
+    args = tiny_args(kv_cache="expected-attention", max_seq_len=4096)
+    cache, basis = KVCache.of(args), torch.eye(args.head_dim, dtype=torch.float64)[:, None]  # (head_dim, 1, head_dim)
+    assert isinstance(cache, ExpectedAttentionCache)
+    turn = cache._mean_rotation(300, basis)
+    cos, sin = RopeTable.of(args).up_to(812, basis.device)
+    each = [rotate(basis, (cos[position], sin[position]))[:, 0] for position in range(300, 812)]
+    torch.testing.assert_close(turn.T, torch.stack(each).mean(0), rtol=0, atol=1e-5)
+
+
 # ---- Quest -----------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +413,14 @@ def test_quest_reads_everything_while_the_text_is_short_and_then_the_pages_that_
         two = queries[0, 0, 2 * head : 2 * head + 2, None]
         bounds = torch.maximum(two * low, two * high).sum(-1).amax(0)  # (pages,)
         assert {*bounds[:8].topk(3).indices.tolist(), 8} == set(read)
+
+
+def test_a_call_of_several_tokens_reads_all_that_was_fed() -> None:
+    model, tokens, cache = prompted("quest:16", 100)
+    static, _, full = prompted("static", 100)
+    with torch.inference_mode():
+        ours = model(tokens[:, 100:102], 100, cache=cache)
+        assert torch.equal(ours, static(tokens[:, 100:102], 100, cache=full))
 
 
 def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None:
