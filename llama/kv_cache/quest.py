@@ -58,9 +58,9 @@ class QuestCache(StaticCache, kind="quest"):
         assert self.highs is not None
         page = start // PAGE
         held, pages = self.keys[rows, page * PAGE : end], slice(page, -(-end // PAGE))
-        for bounds, fill in ((self.lows, torch.inf), (self.highs, -torch.inf)):
+        for bounds, fill, extreme in ((self.lows, torch.inf, torch.amin), (self.highs, -torch.inf, torch.amax)):
             whole = torch.unflatten(F.pad(held, (0, 0, 0, 0, 0, -end % PAGE), value=fill), 1, (-1, PAGE))
-            bounds[rows, pages] = whole.amin(2) if fill > 0 else whole.amax(2)
+            bounds[rows, pages] = extreme(whole, 2)
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
         pages = -(-rows.end // PAGE)

@@ -238,7 +238,7 @@ def test_a_code_is_in_planes_of_its_bits(bits: int, group: int, length: int) -> 
 
 @pytest.mark.parametrize(("length", "block"), [(64, 64), (96, 32), (12, 4), (7, 1)])
 def test_the_rotation_is_the_hadamard_matrix_in_blocks(length: int, block: int) -> None:
-    x = numbers(1)[0].repeat(1, 2)[:, :length]
+    x = numbers(1).repeat(1, 1, 2)[..., :length]
     expected = torch.cat([part @ matrix(block) for part in x.split(block, dim=-1)], dim=-1)
     torch.testing.assert_close(hadamard(x), expected)
     torch.testing.assert_close(hadamard(hadamard(x)), x)
@@ -269,6 +269,15 @@ def test_a_state_has_only_what_a_text_has_written(length: int, groups: int, slot
     sizes = {name: tensor.shape[1] for name, tensor in cache.state(1, length).items() if name != "ends"}
     assert sizes.pop("keys") == sizes.pop("values") == slots
     assert set(sizes.values()) == {groups}
+
+
+def test_memory_is_for_whole_groups_and_the_window() -> None:
+    cache, x = KVCache.of(args("rotated:4+20")), numbers(1, 90)
+    assert cache.slots is None
+    write(cache, 0, x, x)
+    assert cache.slots == 2 * 64 + 20
+    write(cache, 90, x, x)
+    assert cache.slots == 4 * 64 + 20, "memory doubles, up to max_seq_len"
 
 
 def test_with_a_window_a_text_continues_from_its_newest_group_or_its_beginning() -> None:

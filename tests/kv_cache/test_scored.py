@@ -303,6 +303,21 @@ def test_a_kind_that_drops_at_every_step_stores_its_budget_and_no_more(kind: str
     )
 
 
+def test_a_score_mod_decides_what_is_kept() -> None:
+    def even_first(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tensor:
+        return scores + 20 * (keys % 2 == 0)
+
+    model, tokens, _ = prompted("static", 1)
+    model.use(model.ops._replace(score_mod=even_first))
+    cache = model.new_cache("tova:12")
+    with torch.inference_mode():
+        for start, end in ((0, 60), *((at, at + 1) for at in range(60, 70))):
+            model(tokens[:, start:end], start, cache=cache)
+    for layer in cache.layers:
+        for head in kept(layer)[0]:
+            assert [position % 2 for position in head] == [0] * 11 + [1], "the newest is kept"
+
+
 def test_h2o_adds_up_what_a_key_has_received_and_keeps_the_newest_half() -> None:
     model, tokens, cache = prompted("h2o:6", 12)
     layer = cache.layers[0]
@@ -432,6 +447,21 @@ def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None
     pages = state["keys"][0].split(16)
     assert torch.equal(state["lows"][0], torch.stack([page.amin(0) for page in pages]))
     assert torch.equal(state["highs"][0], torch.stack([page.amax(0) for page in pages]))
+
+
+def test_the_bounds_of_a_page_are_those_of_its_rows_own_keys() -> None:
+    model, tokens, cache = prompted("quest:16", 20, 100)
+    layer: Any = cache.layers[0]
+    for lengths in ((0, 0), (1, 1), (5, 2), (3, 3)):
+        starts = [length - new for length, new in zip((20, 100), lengths, strict=True)]
+        if any(lengths):
+            columns = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
+            with torch.inference_mode():
+                model(tokens[[[0], [1]], columns], Rows.at(starts, lengths), cache=cache)
+        for row in range(2):
+            pages = layer.keys[row, : starts[row] + lengths[row]].split(16)
+            for bounds, extreme in ((layer.lows, torch.amin), (layer.highs, torch.amax)):
+                assert torch.equal(bounds[row, : len(pages)], torch.stack([extreme(page, 0) for page in pages]))
 
 
 @pytest.mark.parametrize("params", ["0", "15", "-16", "many", "1.5"])
