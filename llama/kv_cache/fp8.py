@@ -42,9 +42,9 @@ class Fp8Cache(StaticCache, kind="fp8"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().update(rows, xk, xv)
-        self._like, (bsz, end) = xk.new_empty(0), keys.shape[:2]
-        scales = [self.held()[name][:bsz, :end].to(xk.dtype) for name in ("key_scale", "value_scale")]
-        return keys.view(NUMBERS).to(xk.dtype) * scales[0], values.view(NUMBERS).to(xk.dtype) * scales[1]
+        self._like, (bsz, end) = xk.new_empty(()), keys.shape[:2]
+        key_scale, value_scale = (self.held()[name][:bsz, :end].to(xk.dtype) for name in ("key_scale", "value_scale"))
+        return keys.view(NUMBERS).to(xk.dtype) * key_scale, values.view(NUMBERS).to(xk.dtype) * value_scale
 
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         for side, x in (("key", xk), ("value", xv)):

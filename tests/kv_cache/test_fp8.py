@@ -20,9 +20,9 @@ def nearest(x: float) -> float:
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 500.0])
 def test_numbers_are_the_nearest_of_8_bits(size: float) -> None:
-    given = size * torch.randn(2, 5, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    cache = KVCache.of(ARGS)
-    for made in write(cache, 0, given, given):
+    keys = size * torch.randn(2, 5, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cache, values = KVCache.of(ARGS), keys.flip(1)
+    for given, made in zip((keys, values), write(cache, 0, keys, values), strict=True):
         for numbers, rounded in zip(given.flatten(0, 2), made.flatten(0, 2), strict=True):
             scale = max(float((numbers.abs().max() / 448).half()), 2.0**-14)
             expected = torch.tensor([nearest(x / scale) * scale for x in numbers.tolist()]).double()

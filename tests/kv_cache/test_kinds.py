@@ -64,7 +64,7 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
     assert seen == ["7", "7", "7", "5", None, "", "7", "7", "7"]
 
 
-@pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def"])
+@pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def", "raise KeyboardInterrupt", "exit()"])
 def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_path: Path, code: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(code)
@@ -74,6 +74,13 @@ def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_pa
     assert cache_kind(f"{file}:from a file") == "from a file"
     with pytest.raises(ValueError, match="not a known kind of cache; known are"):
         tiny_model().kv_cache = f"{file}:of no file"
+
+
+def test_a_commands_own_error_for_a_pressed_key_is_none_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("class Pressed(KeyboardInterrupt): ...\n\n\nraise Pressed")
+    with pytest.raises(KeyboardInterrupt):
+        cache_kind(f"{file}:mine")
 
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------
