@@ -237,6 +237,29 @@ def test_the_attention_of_the_last_queries_is_that_by_which_they_read_the_values
             torch.testing.assert_close(read, expected[-last:])
 
 
+class WithPositions(Observing, kind="observing with positions"):
+    """Reports the positions of its keys, so that all rows have one mask."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        self.positions = range(keys.shape[1])
+        return keys, values
+
+    def key_positions(self) -> Tensor:
+        return torch.tensor(self.positions)
+
+
+@torch.inference_mode()
+def test_positions_and_masks_that_all_rows_share_are_observed_by_each_row() -> None:
+    model, tokens, call = tiny_model(kv_cache="observing"), some_tokens(2, 5), Rows.at([0, 0], [3, 5])
+    model.use(PLAIN._replace(score_mod=capped_and_sloped))
+    plain = observed(model, tokens, call)
+    model.kv_cache = "observing with positions"
+    for ours, theirs in zip(observed(model, tokens, call), plain, strict=True):
+        torch.testing.assert_close(ours.weights[0][..., :3], theirs.weights[0])
+        torch.testing.assert_close(ours.weights[1], theirs.weights[1])
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [kind for kind in (*WHOLE, "observing") if kind not in ("fp8", "quest:16")])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:

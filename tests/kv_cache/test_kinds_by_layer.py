@@ -27,6 +27,7 @@ BY_LAYER: dict[str, list[str]] = {
     "static@1;int8@:2;int4": ["int8", "static", "int4", "int4"],
     "static@-4,::2;int4": ["static", "int4", "static", "int4"],
     "static@:4": ["static"] * 4,
+    "static@::9;int4": ["static", "int4", "int4", "int4"],
 }
 
 
