@@ -106,6 +106,19 @@ def test_a_prompt_reads_all_of_itself_and_what_follows_reads_what_was_kept(kind:
     assert all(sorted(set(head)) == head for layer in cache.layers for head in kept(layer)[0])
 
 
+def test_lagkv_drops_keys_of_the_first_of_two_groups_and_without_two_all_but_the_ends() -> None:
+    for length, groups in ((260, 2), (259, 1)):
+        _, _, cache = prompted("lagkv:150", length)
+        for head in kept(cache.layers[0])[0]:
+            assert head[:4] == [0, 1, 2, 3]
+            if groups == 2:
+                assert head[-128:] == [*range(132, 260)]
+                assert len(head) == 150
+                assert head[4:-128] != [*range(114, 132)]
+            else:
+                assert head[4:] == [*range(259 - 146, 259)]
+
+
 def test_keys_that_are_dropped_take_no_bytes_and_new_tokens_are_stored_in_steps_of_64() -> None:
     _, _, static = prompted("static", 120)
     model, tokens, cache = prompted("adakv:0.25", 120)
