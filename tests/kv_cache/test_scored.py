@@ -9,7 +9,7 @@ from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
-from llama.kv_cache.published import ExpectedAttentionCache, KnormCache
+from llama.kv_cache.published import ExpectedAttentionCache, KnormCache, TovaCache
 from llama.model import Transformer
 from llama.ops import attention_weights
 from llama.rope import RopeTable, rotate
@@ -265,6 +265,15 @@ def test_a_head_may_keep_no_key() -> None:
     assert [len(head) for head in kept(restored)[0]] == [20, 0]
 
 
+def test_rows_that_leave_or_are_repeated_take_what_they_keep_along() -> None:
+    _, _, cache = prompted("newest:0.25", 100, 60, 80)
+    before = kept(cache.layers[0])
+    cache.select_rows([2, 0])
+    assert kept(cache.layers[0]) == [before[2], before[0]]
+    cache.repeat_first_row(3)
+    assert kept(cache.layers[0]) == [before[2]] * 3
+
+
 def test_a_row_that_begins_again_leaves_the_other_as_it_is() -> None:
     model, tokens, cache = prompted("knorm:20", 100, 60)
     before = kept(cache.layers[0])[1]
@@ -295,6 +304,9 @@ def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
     for name, value in broken:
         with pytest.raises(ValueError, match=r"must be those of 1 rows|and should have"):
             empty.restore({**state, name: value}, 1, 60)
+    more = dict.fromkeys(("keys", "values"), torch.zeros(1, 61, 2, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="must be those of 1 rows"):
+        empty.restore({**state, **more, "bases": torch.tensor([-1])}, 1, 60)
     empty.restore(state, 1, 60)
     assert kept(empty) == kept(cache.layers[0])
 
@@ -314,6 +326,27 @@ def test_a_kind_that_drops_at_every_step_stores_its_budget_and_no_more(kind: str
     assert all(
         row[head][-1] == end for row, end in zip(kept(cache.layers[0]), (83, 59), strict=True) for head in (0, 1)
     )
+
+
+def test_a_share_is_that_of_the_prompt_while_the_text_grows() -> None:
+    model, tokens, cache = prompted("tova:0.5", 1, sizes={"n_kv_heads": 1})
+    with torch.inference_mode():
+        for at in range(1, 6):
+            assert all(kept(layer) == [[[at - 1]]] for layer in cache.layers)
+            model(tokens[:, at : at + 1], at, cache=cache)
+
+
+def test_heads_with_budgets_of_their_own_keep_them_at_every_step() -> None:
+    class Uneven(TovaCache):
+        def choose(self, scores: Tensor, budget: int) -> Tensor:
+            return torch.stack((super().choose(scores, budget)[0], super().choose(scores, budget // 2)[1]))
+
+    model, tokens, cache = prompted("tova:6", 1)
+    cache.layers = [Uneven(layer.args, layer.layer, layer.rope) for layer in cache.layers]
+    with torch.inference_mode():
+        for start, end in ((0, 20), *((at, at + 1) for at in range(20, 30))):
+            model(tokens[:, start:end], start, cache=cache)
+            assert all(list(map(len, kept(layer)[0])) == [6, 3] for layer in cache.layers)
 
 
 def test_a_score_mod_decides_what_is_kept() -> None:
