@@ -133,7 +133,7 @@ class QuantizedCache(CountingCache):
 
     def _oldest(self, end: int) -> int:
         """Return the oldest position in full precision behind the sinks, of a row with this end."""
-        return self.quantized_len(max(end - 1, 0))  # not `end`: if a group is full, its tokens may be fed again
+        return self.quantized_len(end - 1)  # not `end`: if a group is full, its tokens may be fed again
 
     def _groups(self, end: int) -> int:
         """Return the number of groups for which memory is allocated, for rows with this end."""

@@ -276,6 +276,8 @@ def test_memory_is_for_whole_groups_and_the_window() -> None:
     assert cache.slots is None
     write(cache, 0, x, x)
     assert cache.slots == 2 * 64 + 20
+    write(cache, 0, x.repeat(2, 1, 1, 1), x.repeat(2, 1, 1, 1))
+    assert cache.slots == 2 * 64 + 20, "more rows need no more groups"
     write(cache, 90, x, x)
     assert cache.slots == 4 * 64 + 20, "memory doubles, up to max_seq_len"
 
@@ -287,6 +289,8 @@ def test_with_a_window_a_text_continues_from_its_newest_group_or_its_beginning()
     with pytest.raises(ValueError, match=r"start_pos=147 needs positions .* because 200 were fed; continue from 0"):
         write(cache, 147, xk[:, :1], xk[:, :1])
     again = KVCache.of(args("rotated:4+20"))
+    write(again, 0, xk[:, :149], xk[:, :149])
+    assert [position for position in range(150) if again.truncate(position)] == [0, 148, 149]
     write(again, 0, xk[:, :150], xk[:, :150])
     for ours, theirs in zip(*(write(one, 150, xk[:, 7:9], xk[:, 7:9]) for one in (cache, again)), strict=True):
         assert torch.equal(ours, theirs)
