@@ -231,6 +231,20 @@ def test_a_text_goes_on_behind_its_prompt_and_not_within_it() -> None:
         assert torch.equal(again, model(tokens[:, :100], 0, cache=model.new_cache("static")))
 
 
+def test_rows_with_padding_behind_their_prompts_give_what_they_give_alone() -> None:
+    model, tokens, cache = prompted("knorm:20", 100, 60)
+    alone = [model.new_cache("knorm:20") for _ in range(2)]
+    with torch.inference_mode():
+        for row, length in enumerate((100, 60)):
+            model(tokens[row : row + 1, :length], 0, cache=alone[row])
+        for starts, lengths in (([100, 60], [8, 2]), ([108, 62], [1, 5])):
+            columns = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
+            made = model(tokens[[[0], [1]], columns], Rows.at(starts, lengths), cache=cache)
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                own = model(tokens[row : row + 1, start : start + length], start, cache=alone[row])
+                assert torch.allclose(made[row, :length], own[0], atol=FP64_TOLERANCE)
+
+
 def test_a_new_text_stores_what_it_stores_in_a_new_cache() -> None:
     model, tokens, cache = prompted("knorm:20", 100, 60)
     with torch.inference_mode():
