@@ -69,7 +69,7 @@ class LagKVCache(ScoredCache, kind="lagkv"):
             grouped = held[0, SINKS : SINKS + groups * self.lag].transpose(0, 1)  # (n_kv_heads, groups x lag, head_dim)
             grouped = torch.unflatten(grouped, 1, (groups, self.lag))
             low, high = grouped.amin(2, keepdim=True)[:, 1:], grouped.amax(2, keepdim=True)[:, 1:]
-            varying = varying + ((grouped[:, :-1] - low) / (high - low)).std(-1).softmax(-1) / 2
+            varying = varying + ((grouped[:, :-1] - low) / (high - low)).std(-1).softmax(-1)
         ranks = varying.argsort(-1).argsort(-1) / self.lag  # (n_kv_heads, groups - 1, lag)
         scores[:, SINKS : SINKS + (groups - 1) * self.lag] = ranks.flatten(1)
         return scores

@@ -455,9 +455,9 @@ def test_expected_attention_looks_512_positions_ahead_of_a_table_that_is_shorter
     args = tiny_args(kv_cache="expected-attention", max_seq_len=4096)
     cache, basis = KVCache.of(args), torch.eye(args.head_dim, dtype=torch.float64)[:, None]  # (head_dim, 1, head_dim)
     assert isinstance(cache, ExpectedAttentionCache)
-    turn = cache._mean_rotation(300, basis)
-    cos, sin = RopeTable.of(args).up_to(812, basis.device)
-    each = [rotate(basis, (cos[position], sin[position]))[:, 0] for position in range(300, 812)]
+    turn = cache._mean_rotation(600, basis)
+    cos, sin = RopeTable.of(args).up_to(1112, basis.device)
+    each = [rotate(basis, (cos[position], sin[position]))[:, 0] for position in range(600, 1112)]
     torch.testing.assert_close(turn.T, torch.stack(each).mean(0), rtol=0, atol=1e-5)
 
 
