@@ -37,6 +37,16 @@ def test_every_kind_that_the_library_registers_is_tried() -> None:
     assert all(KVCache.kinds[name](replace(SIZES, kv_cache=name)).layer == 0 for name in ours), "by default"
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [*WHOLE, *DROPPING, *ALIKE])
+def test_a_kind_says_whether_it_allocates_what_was_reserved(kind: str) -> None:
+    reserved, other = (KVCache.of(replace(SIZES, kv_cache=kind)) for _ in range(2))
+    reserved.reserve(2, 100)
+    for cache in (reserved, other):
+        cache.update(Rows.at([0], [10]), *torch.zeros(2, 1, 10, SIZES.n_kv_heads, SIZES.head_dim or 0))
+    assert (reserved.nbytes > other.nbytes) == other.preallocates
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 MINE = """
