@@ -472,22 +472,23 @@ def test_quest_reads_everything_while_the_text_is_short_and_then_the_pages_that_
         for at in range(100, 130):
             model(tokens[:, at : at + 1], at, cache=cache)
             model(tokens[:, at : at + 1], at, cache=static)
-    layer = cache.layers[0]
-    queries = torch.randn(1, 1, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    seen = layer.visible(Rows.at([129], [1]), queries)
-    assert seen is not None
-    assert seen.shape == (1, 2, 1, 130)
+    layer, stream = cache.layers[0], torch.Generator().manual_seed(0)
     keys = layer.keys[0, :130].transpose(0, 1)  # type: ignore[index]
-    for head in range(2):
-        pages = seen[0, head, 0].split(16)
-        read = [page for page, own in enumerate(pages) if bool(own.any())]
-        assert all(bool(pages[page].all()) for page in read)
-        assert len(read) == 4
-        assert read[-1] == 8, "the newest page is read"
-        low, high = (torch.stack([f(own, 0) for own in keys[head].split(16)]) for f in (torch.amin, torch.amax))
-        two = queries[0, 0, 2 * head : 2 * head + 2, None]
-        bounds = torch.maximum(two * low, two * high).sum(-1).amax(0)  # (pages,)
-        assert {*bounds[:8].topk(3).indices.tolist(), 8} == set(read)
+    for _ in range(10):
+        queries = torch.randn(1, 1, 4, 8, dtype=torch.float64, generator=stream)
+        seen = layer.visible(Rows.at([129], [1]), queries)
+        assert seen is not None
+        assert seen.shape == (1, 2, 1, 130)
+        for head in range(2):
+            pages = seen[0, head, 0].split(16)
+            read = [page for page, own in enumerate(pages) if bool(own.any())]
+            assert all(bool(pages[page].all()) for page in read)
+            assert len(read) == 4
+            assert read[-1] == 8, "the newest page is read"
+            low, high = (torch.stack([f(own, 0) for own in keys[head].split(16)]) for f in (torch.amin, torch.amax))
+            two = queries[0, 0, 2 * head : 2 * head + 2, None]
+            bounds = torch.maximum(two * low, two * high).sum(-1).amax(0)  # (pages,)
+            assert {*bounds[:8].topk(3).indices.tolist(), 8} == set(read)
 
 
 def test_a_call_of_several_tokens_reads_all_that_was_fed() -> None:
@@ -507,6 +508,17 @@ def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None
     pages = state["keys"][0].split(16)
     assert torch.equal(state["lows"][0], torch.stack([page.amin(0) for page in pages]))
     assert torch.equal(state["highs"][0], torch.stack([page.amax(0) for page in pages]))
+
+
+def test_a_short_row_beside_a_long_one_reads_as_many_pages_as_it_may() -> None:
+    _, _, cache = prompted("quest:64", 100, 300)
+    layer = cache.layers[0]
+    seen = layer.visible(Rows.at([100, 300], [1, 1]), torch.randn(2, 1, 4, 8, dtype=torch.float64))
+    assert seen is not None
+    newest = torch.tensor([100, 300])[:, None, None]
+    assert seen.any(-1).all()
+    assert (seen.sum(-1) == 48 + newest % 16 + 1).all(), "three full pages and the newest one"
+    assert not (seen & (torch.arange(301) > newest[..., None])).any()
 
 
 def test_the_bounds_of_a_page_are_those_of_its_rows_own_keys() -> None:
