@@ -17,6 +17,7 @@ import pytest
 import torch
 from native import (
     ARGS,
+    FOLDER,
     KINDS,
     VOCAB,
     check_bits,
@@ -29,9 +30,11 @@ from native import (
 )
 from oracles import bits, some_tokens
 
-from llama.fast import native_library
+from llama.fast import native_description, native_library
 from llama.fast.choose import make_fast
+from llama.fast.native_check import trial_model
 from llama.host.files import cache_dir
+from llama.quant.packed import INT4, INT8
 
 pytestmark = needs_a_compiler
 # GCC chooses other instructions for each CPU of an architecture. Other tests use the builds for znver3 and generic too.
@@ -80,6 +83,29 @@ def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune:
                 made.append(bits(torch.cat((fast(tokens), fast(tokens[:, :1], 70)), dim=1)))
                 assert served(fast) == (1 if kv_cache == "adakv:0.25" else 2)  # its prompt runs on the plain path
         assert torch.equal(*made), (kind, kv_cache)
+
+
+EVERY_FORMAT = [INT8, INT4, *(format for _, format in native_description._BLOCKS.values())]
+
+
+@pytest.mark.parametrize("activations", [16, 8])
+def test_tiles_multiply_whole_numbers_to_the_same_bits(activations: int) -> None:
+    made = []
+    for flags in ((), ("-DEMULATE_TILES",)):
+        model = trial_model(torch.float32, EVERY_FORMAT, activations)
+        with compiled_with(*flags):
+            make_fast(model, FOLDER)
+            tokens = some_tokens(3, 30, vocab_size=VOCAB)
+            made.append(torch.cat([bits(model(tokens[:, :length])[:, -1]) for length in (30, 16, 5)]))
+        assert served(model) == 3
+        assert "AMX" in model.runner.instructions or not flags
+    assert torch.equal(*made)
+
+
+def test_tiles_of_bfloat16_give_the_same_bits_however_a_text_is_fed() -> None:
+    with compiled_with("-DEMULATE_TILES"):
+        for kind in ("bf16", "int8 in bf16"):
+            check_bits(kind)
 
 
 def test_a_cpu_without_fused_multiply_add_runs_the_plain_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

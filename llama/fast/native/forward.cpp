@@ -157,8 +157,8 @@ struct Forward {
         turns = nullptr;
         if (grouped() && groups.before_rope)
             unturned = carver.take<T>(owned() * kv), turns = carver.take<float>(turned() * model.head_dim);
-        rounded_bytes = block_rows * product_of.bytes(std::max(queries, widest()));
-        rounded_bytes = std::max(rounded_bytes, scored_rows() * product_of.bytes(model.dim));
+        rounded_bytes = whole_tiles(block_rows) * product_of.bytes(std::max(queries, widest()));
+        rounded_bytes = std::max(rounded_bytes, whole_tiles(scored_rows()) * product_of.bytes(model.dim));
         rounded = carver.take<char>(threads * rounded_bytes);
         const Int floats_of_query = KEYS + part_size() + model.head_dim + 2;
         attention_bytes = most_queries() * (model.head_dim * sizeof(T) + floats_of_query * sizeof(float));
@@ -201,6 +201,7 @@ struct Forward {
     Int of_group() const { return TOGETHER * std::max(model.head_dim, groups.tokens); }
     Int codes_of_group() const { return model.head_dim * groups.tokens; }
 
+    static Int whole_tiles(Int rows) { return (rows + TILE - 1) / TILE * TILE; }
     Int widest() const { return std::max(model.dim, model.hidden); }
     Int most_queries() const { return std::max(QUERIES, model.heads); }
     Int scored_rows() const { return std::min(scored, SCORED); }
@@ -290,15 +291,22 @@ struct Forward {
         if (rows_shared()) team.wait();
     }
 
+    // Call act for each row, which writes it to `to`, and arrange the rows as the products read them.
+    template <class Act>
+    void write_rows(Int count, const Team& team, Int length, char* to, Act act) const {
+        const Int size = product_of.bytes(length);
+        each_row(count, team, [&](Int r) { act(r, to + r * size); });
+        if (!product_of.arranges()) return;
+        each_row(whole_tiles(count) / TILE, team, [&](Int i) { product_of.arrange(to + i * TILE * size, size, length); });
+    }
+
     void rows_rounded(const float* x, Int count, const Team& team, Int length, char* to) const {
-        each_row(count, team,
-                 [&](Int r) { product_of.round(x + r * length, length, to + r * product_of.bytes(length)); });
+        write_rows(count, team, length, to, [&](Int r, char* row) { product_of.round(x + r * length, length, row); });
     }
 
     void normed(const float* x, Int count, const Team& team, const T* weight, float* scaled, char* to) const {
-        each_row(count, team, [&](Int r) {
-            norm_of(x + r * model.dim, weight, scaled, to + r * product_of.bytes(model.dim));
-        });
+        write_rows(count, team, model.dim, to,
+                   [&](Int r, char* row) { norm_of(x + r * model.dim, weight, scaled, row); });
     }
 
     void norm_of(const float* x, const T* weight, float* scaled, char* to) const {
@@ -913,9 +921,9 @@ struct Forward {
     void head(const Team& all, float* scaled, char* own) const {
         for (Int done = 0; done < scored; done += scored_rows()) {
             const Int count = std::min(scored_rows(), scored - done);
-            each_row(count, all, [&](Int i) {
+            write_rows(count, all, model.dim, own, [&](Int i, char* row) {
                 const Int t = batch.all ? done + i : begin[done + i + 1] - 1;
-                norm_of(h + t * model.dim, (const T*)model.norm, scaled, own + i * product_of.bytes(model.dim));
+                norm_of(h + t * model.dim, (const T*)model.norm, scaled, row);
             });
             product(model.output, own, count, all, batch.logits + done * model.output.columns);
             if (rows_shared()) all.wait();  // before the next ones overwrite these
@@ -943,6 +951,7 @@ extern "C" {
 
 // The names of the instructions that it was compiled for.
 const char* instructions() {
+    if (TILES && tiles_allowed()) return "AVX-512 with AMX";
 #if defined(__AVX512BF16__)
     return "AVX-512 with VNNI and bf16";
 #elif defined(__AVX512VNNI__)

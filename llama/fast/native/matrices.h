@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "tiles.h"
 
 namespace {
 
@@ -18,16 +18,6 @@ struct Matrix {
 };
 
 using byte = std::uint8_t;
-typedef std::uint32_t quad __attribute__((vector_size(16)));  // words, each of four codes, of one column or of four
-
-// Transpose four columns' words into the columns of each word.
-INLINE void transpose(quad x[4]) {
-    const quad a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
-    const quad c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-    x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
-    x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
-}
-
 // Blocks of four neighbouring columns, and the places of their numbers in a panel.
 template <int BITS>
 struct Four {

@@ -21,6 +21,10 @@ struct Plain {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
     }
 
+    // Whether products read rows that are arranged for tiles: TILE rows at a time, of which some may be no rows.
+    static bool arranges() { return TILES && sizeof(T) == sizeof(bfloat) && tiles_allowed(); }
+    static void arrange(char* rows, Int size, Int length) { arrange_rows(rows, size, length); }
+
     static void row_of(const Matrix& matrix, Int row, float* to, char*) {
         const T* from = (const T*)matrix.weight + row * matrix.length;
         for (Int i = 0; i < matrix.length; i += LANES) store(to + i, widen(from + i));
@@ -37,6 +41,12 @@ struct Plain {
                          Int stride) {
         for (Int c = first; c < end; c += PANEL) {  // these weights stay in the innermost cache for all rows
             const T* panel = (const T*)matrix.weight + c * matrix.length;
+            if constexpr (TILES && sizeof(T) == sizeof(bfloat))
+                if (arranges()) {
+                    tile_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length,
+                              std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
+                    continue;
+                }
             all_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length, std::min<Int>(PANEL, end - c),
                      matrix.length, to + c, stride, rows > 1 ? panel + PANEL * matrix.length : nullptr);
         }
@@ -52,14 +62,16 @@ struct RoundedRow {
     std::int32_t* counts;  // the sum of every half of a GROUP, as integers
     char* numbers;         // with 16 bits in the order 0 2 1 3 of every four, which is that of masked codes
     char* widened;         // the same in 16 bits, if codes of 8 bits are multiplied in 16
+    char *upper, *lower;   // with tiles, the bytes of 16 bits, in order
 
     RoundedRow(const char* at, Int length) {
         factors = (float*)at, scales = factors + 16, sums = scales + length / GROUP;
         counts = (std::int32_t*)(sums + length / GROUP), numbers = (char*)(counts + length / HALF);
         widened = ACTIVATIONS == 8 ? numbers + length : numbers;
+        upper = numbers + length * 2, lower = upper + length;
     }
     static Int bytes(Int length) {
-        const Int bits = ACTIVATIONS + (ACTIVATIONS == 8 && SUMS_OF_16_BITS ? 16 : 0);
+        const Int bits = ACTIVATIONS == 8 ? 8 + (SUMS_OF_16_BITS ? 16 : 0) : 16 + (TILES ? 16 : 0);
         return (64 + length / GROUP * 8 + length / HALF * 4 + length * bits / 8 + 63) / 64 * 64;
     }
 };
@@ -147,6 +159,11 @@ struct Packed {
                     if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
                     if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
                         store(row.widened + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
+                    if (ACTIVATIONS == 16 && TILES) {
+                        const signed_shorts both = __builtin_convertvector(whole, signed_shorts);
+                        store(row.upper + i, __builtin_convertvector(both >> 8, signed_bytes));
+                        store(row.lower + i, __builtin_convertvector(both & 255, ::bytes));
+                    }
                     some += whole;
                 }
                 const float count = sum_of(some);
@@ -166,6 +183,83 @@ struct Packed {
             lost += number * 0.0f;
         }
         return ::largest_of(most) + sum_of(lost);
+    }
+
+    // Whether the rows for plain matrices are arranged for tiles, and how.
+    bool arranges() const { return mixed && Plain<T>::arranges(); }
+    void arrange(char* rows, Int size, Int length) const {
+        Plain<T>::arrange(rows + Row::bytes(length), size, length);
+    }
+
+    // `rows` rows, a multiple of TILE, times the panel of columns from `c` on: the bits of `some`.
+    template <int BITS>
+    static void by_tiles(const Matrix& matrix, const char* x, Int size, Int rows, Int c, float* to, Int stride) {
+        constexpr int SPANS = spans(BITS), SPAN = GROUP / SPANS, EACH = PANEL / LANES, MOST = 4 * TILE;
+        const Int length = matrix.length;
+        Place at[EACH];
+        UNROLL for (int v = 0; v < EACH; v++) at[v] = Place(matrix, c / PANEL, v * LANES, BITS);
+        configure_tiles({TILE, SPAN});
+        for (Int first = 0; first < rows; first += MOST) {
+            const Int end = std::min(rows, first + MOST);
+            alignas(64) float sums[MOST * PANEL] = {};
+            for (Int g = 0; g < length / GROUP; g++) {
+                alignas(64) char codes[GROUP * PANEL];
+                for (int h = 0; h < 2; h++)
+                    UNROLL for (int w = 0; w < 4; w++)
+                        UNROLL for (int v = 0; v < EACH; v++) {
+                            const words four = four_codes<BITS>(at[v].codes + g * PANEL * BITS * 4, h, w);
+                            store(codes + (4 * h + w) * PANEL * 4 + v * VECTOR, four);
+                        }
+                UNROLL for (int s = 0; s < SPANS; s++) {
+                    floats scales[EACH], zeros[EACH] = {};
+                    all_at<&Place::scales>(at, g * SPANS + s, g, scales);
+                    if (matrix.zeros) all_at<&Place::zeros>(at, g * SPANS + s, g, zeros);
+                    for (Int r = first; r < end; r += TILE) {
+                        alignas(64) std::int32_t products[TILE * PANEL];
+                        multiply_tile(x + r * size, size, length, g * GROUP + s * SPAN, codes + s * SPAN * PANEL, products);
+                        for (Int i = 0; i < TILE; i++) {
+                            const Row row(x + (r + i) * size, length);
+                            const std::int32_t* counts = row.counts + 2 * g;
+                            const std::int32_t count = SPANS == 2 ? counts[s] : counts[0] + counts[1];
+                            UNROLL for (int v = 0; v < EACH; v++) {
+                                float* sum = sums + (r - first + i) * PANEL + v * LANES;
+                                const ints whole = load<ints>(products + i * PANEL + v * LANES) -
+                                                   std::int32_t(matrix.offset) * count;
+                                floats product = __builtin_convertvector(whole, floats), total = widen(sum);
+                                if (ACTIVATIONS == 8) product *= row.scales[g];
+                                if (matrix.zeros) total = multiply_add(total, zeros[v], row.sums[g]);
+                                store(sum, multiply_add(total, scales[v], product));
+                            }
+                        }
+                    }
+                }
+            }
+            const Int columns = std::min<Int>(PANEL, matrix.columns - c);
+            for (Int r = first; r < end; r++) {
+                const float* factors = Row(x + r * size, length).factors;
+                float* sum = sums + (r - first) * PANEL;
+                for (Int i = 0; i < PANEL; i += LANES) store(sum + i, widen(sum + i) * factors[0] * factors[1]);
+                std::memcpy(to + r * stride + c, sum, columns * sizeof(float));
+            }
+        }
+        release_tiles();
+    }
+
+    // The products of TILE rows from their number `k` on with the codes of a span of PANEL columns, added.
+    static INLINE void multiply_tile(const char* x, Int size, Int length, Int k, const char* codes, std::int32_t* to) {
+        const Row row(x, length);
+        TILE_ZERO(0);
+        TILE_READ(4, (ACTIVATIONS == 16 ? row.upper : row.numbers) + k, size);
+        TILE_READ(5, codes, PANEL * 4);
+        TILE_ADD_SIGNED(0, 4, 5);
+        TILE_WRITE(0, to, PANEL * 4);
+        if (ACTIVATIONS == 8) return;
+        alignas(64) std::int32_t lower[TILE * PANEL];
+        TILE_ZERO(1);
+        TILE_READ(4, row.lower + k, size);
+        TILE_ADD_UNSIGNED(1, 4, 5);
+        TILE_WRITE(1, lower, PANEL * 4);
+        for (Int i = 0; i < TILE * PANEL; i += LANES) store(to + i, load<ints>(to + i) * 256 + load<ints>(lower + i));
     }
 
     // ROWS rows times PANELS panels of columns from `c` on.
@@ -269,10 +363,14 @@ struct Packed {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from few addresses at a time
             const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
             const Matrix here = matrix.block ? unpacked(matrix, c, panels, room) : matrix;
-            by_rows(rows, [&](auto n, Int r) {
+            const Int tiled = TILES && tiles_allowed() ? rows / TILE * TILE : 0;
+            if constexpr (TILES)
+                for (Int p = 0; tiled && p < panels; p++)
+                    by_tiles<BITS>(here, x, size, tiled, c - skipped + p * PANEL, to + skipped, stride);
+            by_rows(rows - tiled, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
-                const char* from = x + r * size;
-                float* out = to + r * stride + skipped;
+                const char* from = x + (tiled + r) * size;
+                float* out = to + (tiled + r) * stride + skipped;
                 many ? some<BITS, ROWS, MOST>(here, from, size, c - skipped, out, stride)
                      : some<BITS, ROWS, 1>(here, from, size, c - skipped, out, stride);
             });
