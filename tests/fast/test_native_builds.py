@@ -85,29 +85,6 @@ def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune:
         assert torch.equal(*made), (kind, kv_cache)
 
 
-EVERY_FORMAT = [INT8, INT4, *(format for _, format in native_description._BLOCKS.values())]
-
-
-@pytest.mark.parametrize("activations", [16, 8])
-def test_tiles_multiply_whole_numbers_to_the_same_bits(activations: int) -> None:
-    made = []
-    for flags in ((), ("-DEMULATE_TILES",)):
-        model = trial_model(torch.float32, EVERY_FORMAT, activations)
-        with compiled_with(*flags):
-            make_fast(model, FOLDER)
-            tokens = some_tokens(3, 30, vocab_size=VOCAB)
-            made.append(torch.cat([bits(model(tokens[:, :length])[:, -1]) for length in (30, 16, 5)]))
-        assert served(model) == 3
-        assert "AMX" in model.runner.instructions or not flags
-    assert torch.equal(*made)
-
-
-def test_tiles_of_bfloat16_give_the_same_bits_however_a_text_is_fed() -> None:
-    with compiled_with("-DEMULATE_TILES"):
-        for kind in ("bf16", "int8 in bf16"):
-            check_bits(kind)
-
-
 def test_a_cpu_without_fused_multiply_add_runs_the_plain_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if "fma" not in cpu_flags():
         pytest.skip("no x86")
@@ -186,9 +163,34 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
 
 @pytest.fixture
 def every_build(request: pytest.FixtureRequest) -> None:
-    """Skip without --every-build: the sanitizers take a minute."""
+    """Skip without --every-build: each build takes half a minute."""
     if not request.config.getoption("--every-build"):
         pytest.skip("the sanitizers are run with --every-build")
+
+
+EVERY_FORMAT = [INT8, INT4, *(format for _, format in native_description._BLOCKS.values())]
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("activations", [16, 8])
+def test_tiles_multiply_whole_numbers_to_the_same_bits(activations: int) -> None:
+    made = []
+    for flags in ((), ("-DEMULATE_TILES",)):
+        model = trial_model(torch.float32, EVERY_FORMAT, activations)
+        with compiled_with(*flags):
+            make_fast(model, FOLDER)
+            tokens = some_tokens(3, 30, vocab_size=VOCAB)
+            made.append(torch.cat([bits(model(tokens[:, :length])[:, -1]) for length in (30, 16, 5)]))
+        assert served(model) == 3
+        assert "AMX" in model.runner.instructions or not flags
+    assert torch.equal(*made)
+
+
+@pytest.mark.usefixtures("every_build")
+def test_tiles_of_bfloat16_give_the_same_bits_however_a_text_is_fed() -> None:
+    with compiled_with("-DEMULATE_TILES"):
+        for kind in ("bf16", "int8 in bf16"):
+            check_bits(kind)
 
 
 @pytest.mark.usefixtures("every_build")
