@@ -298,7 +298,7 @@ def _unknown(cache: KVCache) -> str:
     """Return the error message for a kind that is not served, by the name that was asked for if that is its own."""
     names = {kind: name for name, kind in KVCache.kinds.items()}
     asked = cache.args.kv_cache
-    name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else type(cache).__name__
+    name = f"kv_cache={asked!r}" if read_kind(asked).name == names.get(type(cache)) else cache.user_name()
     served = [names[kind] for kind in KINDS if kind in names]
     served += sorted(name for kind, name in names.items() if kind not in KINDS and served_as(kind) is not None)
     return f"{name} has no fast step; these kinds have one: {', '.join(served)}"

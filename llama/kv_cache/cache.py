@@ -91,7 +91,7 @@ class Cache:
             if type(layer) is not KVCache.named(kind) or layer.args.kv_cache != kind:
                 raise ValueError(
                     f"the session's cache is named {self.kind!r}, but layer {layer.layer} has another kind, "
-                    f"{type(layer).__name__}; make it by model.session(tokenizer, kv_cache=NAME), from a class that is "
+                    f"{layer.user_name()}; make it by model.session(tokenizer, kv_cache=NAME), from a class that is "
                     "registered: class Mine(KVCache, kind=NAME)"
                 )
 

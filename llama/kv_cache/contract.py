@@ -90,6 +90,11 @@ class KVCache:
             raise ValueError(f"kv_cache={text!r} is not a known kind of cache; known are: {known}")
         return KVCache.kinds[name]
 
+    @classmethod
+    def user_name(cls) -> str:
+        """Return the name by which users choose this kind, or the name of the class if it is not registered."""
+        return next((name for name, kind in KVCache.kinds.items() if kind is cls), cls.__name__)
+
     def configure(self, params: str) -> None:
         """Read the PARAMS of NAME:PARAMS; "" if there are none. Raises ValueError."""
         if params:

@@ -215,7 +215,7 @@ class ScoredCache(CountingCache):
             wanted |= {"kept_scores": ((kept,), torch.float32)} if self.adds_up else {}
         found = {name: (tuple(held.shape), held.dtype) for name, held in state.items() if name not in numbers}
         if found != wanted:
-            raise ValueError(f"the state of a {type(self).__name__} has {found}, and should have {wanted}")
+            raise ValueError(f"the state of {self.user_name()} has {found}, and should have {wanted}")
         for name in wanted:
             setattr(self, name, state[name])
         self._ends, self._bases, self._counts = ends, bases, counts
@@ -300,7 +300,7 @@ class ScoredCache(CountingCache):
         scores = self.score(attended)
         if scores.shape != present.shape:
             raise ValueError(
-                f"score of {type(self).__name__} returned {tuple(scores.shape)}; it must return a number for each KV "
+                f"score of {self.user_name()} returned {tuple(scores.shape)}; it must return a number for each KV "
                 f"head and key, {tuple(present.shape)}"
             )
         if old is not None:

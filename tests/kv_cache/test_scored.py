@@ -447,7 +447,7 @@ def test_a_file_of_other_heads_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_scores_of_another_shape_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"^score of Shapeless returned \(2, 3\); it must return .* \(2, 40\)$"):
+    with pytest.raises(ValueError, match=r"^score of shapeless returned \(2, 3\); it must return .* \(2, 40\)$"):
         prompted("shapeless", 40)
 
 
