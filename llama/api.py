@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from llama.checkpoint import load_weights, open_checkpoint
+from llama.args import ModelArgs
+from llama.checkpoint import Checkpoint, load_weights, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.cli.progress import progress_bar
 from llama.fast.choose import make_fast
@@ -29,7 +31,7 @@ from llama.tokenizer.chat import ChatFormat, Dialog, Message
 
 logger = logging.getLogger(__name__)
 
-QUANTIZED = ("int8", "int4", "stored")  # values of `quantize`
+QUANTIZED = ("int8", "int4", "stored")  # values of `quantize`, besides "none"
 
 
 def load(
@@ -58,7 +60,8 @@ def load(
     `kv_cache`: a kind of cache, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
     `fast`: use the fastest way to run a forward that this machine has.
     `quantize`: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
-        `llama.quant.packed`.
+        `llama.quant.packed`. "none" stores floats. None, the default, is "stored" if `fast` is set and the file has
+        quantised matrices, as the demo's has, and "none" otherwise.
     `activations`: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
     `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
         but a step is slower, scales are not checked, and the file must not change.
@@ -68,7 +71,8 @@ def load(
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
-    check_modes(on, kind, fast=fast, quantize=quantize, exact=exact, activations=activations, repack=repack)
+    check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
+    check(quantize=quantize)
     ranks = join(on)
     checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
@@ -77,30 +81,53 @@ def load(
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
     ranks.agree(lambda: {"exact": exact, "fast": fast})
+    by_default = quantize is None and fast
+    named = activations == 8 or not repack  # settings of packed weights, of which only "stored" can be meant
+    if quantize is None:
+        quantize = "stored" if fast and _stores_quantised(checkpoint, on, kind, named=named) else "none"
+        check(quantize=quantize)
+    build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast)
+    model = build(quantize=quantize, activations=activations, repack=repack)
+    if by_default and quantize == "stored" and not named and model.runner is None:
+        logger.info("fast: the weights are loaded as floats: the plain path would widen stored ones at every step")
+        del model
+        model = build(quantize="none")
+    elif quantize != "none" and not fast:
+        logger.info("without the fast step every weight is widened at every step, which is slow; ask for fast, too")
+    with _bar_of_exact_mode(model) if exact is True else nullcontext():
+        model.exact = exact
+    return model.eval(), checkpoint.tokenizer
+
+
+def _stores_quantised(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, named: bool) -> bool:
+    """Return whether `fast` without `quantize` stores the matrices of this file as they are.
+
+    If packed weights are not supported here, log the reason and return False, unless another setting named them.
+    """
+    if not checkpoint.quantised:
+        return False
+    limit = _limit_of_packed(device, dtype)
+    if limit is None or named:
+        return True
+    logger.info("fast: stored weights %s; the weights are loaded as floats", limit[0])
+    return False
+
+
+def _build(
+    checkpoint: Checkpoint, args: ModelArgs, *, device: torch.device, fast: bool, quantize: str, **options: Any
+) -> Transformer:
+    """Return the model with its runner. `options` are those of `load_weights`."""
     with progress_bar("loading", unit="B", delay=2) as bar:  # delay: only what takes longer than two seconds
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        model = load_weights(
-            checkpoint,
-            args,
-            dtype=kind,
-            device=on,
-            ranks=ranks,
-            quantize=quantize,
-            activations=activations,
-            repack=repack,
-            progress=progress,
-        )
+        packed = None if quantize == "none" else quantize
+        model = load_weights(checkpoint, args, device=device, quantize=packed, progress=progress, **options)
     if fast:
         make_fast(model, cache_dir() / "native")
-    elif quantize is not None:
-        logger.info("without the fast step every weight is widened at every step, which is slow; ask for fast, too")
-    with _bar_of_exact_mode(model) if exact is True else nullcontext():
-        model.exact = exact
-    return model.eval(), checkpoint.tokenizer
+    return model
 
 
 @contextmanager
@@ -140,7 +167,11 @@ def check_modes(
     activations: int = 16,
     repack: bool = True,
 ) -> None:
-    """Raise ValueError for settings that exclude each other, or that this device does not support."""
+    """Raise ValueError for settings that exclude each other, or that this device does not support.
+
+    With `fast`, quantize=None is decided by the file, see `load`; until then only values that exclude both raise.
+    """
+    floats = quantize == "none" or (quantize is None and fast is not True)
     for name, value in (("fast", fast), ("repack", repack)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")
@@ -148,26 +179,30 @@ def check_modes(
         raise ValueError("exact mode and the fast step of a GPU exclude each other; choose one of exact and fast")
     if type(activations) is not int or activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
-    if not repack and quantize != "stored":
+    if not repack and (floats or quantize in ("int8", "int4")):
         raise ValueError("repack=False leaves weights as a .gguf file has them; ask for quantize stored, too")
-    if quantize is None:
-        if activations == 8:
-            raise ValueError("activations=8 goes with packed weights; ask for quantize int8, int4 or stored, too")
+    if floats and activations == 8:
+        raise ValueError("activations=8 goes with packed weights; ask for quantize int8, int4 or stored, too")
+    if floats or quantize is None:
         return
     if quantize not in QUANTIZED:
-        raise ValueError(f"quantize={quantize!r} is not known; choose of {', '.join(QUANTIZED)}, or leave it out")
+        raise ValueError(f"quantize={quantize!r} is not known; choose of {', '.join(QUANTIZED)}, none, or leave it out")
     if exact and not fast:
         raise ValueError(f"exact mode computes with {quantize} weights by native code alone; ask for fast, too")
+    limit = _limit_of_packed(device, dtype)
+    if limit is not None:
+        raise ValueError(f"{quantize} weights {'; '.join(limit)}")
+
+
+def _limit_of_packed(device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return why packed weights are not supported here, and the remedy; None if they are."""
     if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{quantize} weights go with activations in fp32 or bf16, not in {dtype}; choose another dtype"
-        )
+        return f"go with activations in fp32 or bf16, not in {dtype}", "choose another dtype"
     if device.type != "cpu":
-        raise ValueError(
-            f"{quantize} weights are for a CPU so far, not for {device}; choose device cpu, or leave quantize out"
-        )
+        return f"are for a CPU so far, not for {device}", "choose device cpu, or leave quantize out"
     if world_size() > 1:
-        raise ValueError(f"{quantize} weights are for one process; start it without torchrun, or leave quantize out")
+        return "are for one process", "start it without torchrun, or leave quantize out"
+    return None
 
 
 def pick_device(device: torch.device | str) -> torch.device:

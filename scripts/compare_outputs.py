@@ -84,7 +84,7 @@ def outputs(saved: Path) -> Iterator[tuple[str, str]]:
     yield from generations(model, tokenizer)
     yield from logits_of("plain fp32", model, tokens_of(tokenizer))
     for dtype, quantize in (("fp32", None), ("bf16", None), ("fp32", "int8"), ("fp32", "stored")):
-        model, tokenizer = load("demo", dtype=dtype, fast=True, quantize=quantize)
+        model, tokenizer = load("demo", dtype=dtype, fast=True, quantize=quantize or "none")
         name = f"fast {dtype}, quantize={quantize}"
         yield f"{name}: path", str(model.execution)
         yield from logits_of(name, model, tokens_of(tokenizer))

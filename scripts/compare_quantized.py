@@ -93,7 +93,7 @@ def main(
     if tokens < skipped + 2:
         raise ValueError(f"tokens={tokens} must be at least {skipped + 2}: the first {skipped + 1} are not compared")
     quantize = quantize or (None if kv_cache else "int8")
-    plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True)
+    plain, tokenizer = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize="none")
     other = plain
     if quantize:
         other, _ = load(ckpt_dir, device="cpu", dtype="fp32", fast=True, quantize=quantize, activations=activations)

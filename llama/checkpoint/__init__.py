@@ -176,7 +176,7 @@ def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
 def _stored_matrices(checkpoint: Checkpoint, repack: bool) -> dict[str, Format | MappedWeight | None]:
     """Return the stored format of each matrix, or without `repack` the mapped matrix; None if the file has floats."""
     matrices = {name: weight for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
-    if not any(weight.stored for weight in matrices.values()):
+    if not checkpoint.quantised:
         raise CheckpointError(
             checkpoint.path,
             "quantize='stored' needs a .gguf file with quantised matrices, and no matrix is quantised; leave it out",

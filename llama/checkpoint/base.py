@@ -146,6 +146,11 @@ class Checkpoint:
     window: int | None = None
     family: str = "llama"
 
+    @property
+    def quantised(self) -> bool:
+        """Whether a matrix of the file is quantised, in a type that `quantize="stored"` reads."""
+        return any(weight.stored for weight in self.tensors.values() if len(weight.shape) == 2)
+
     def whole_texts(self) -> ModelArgs:
         """Return the sizes with max_seq_len cut to the sliding window: up to there it changes nothing."""
         longest = min(self.args.max_seq_len, self.window or self.args.max_seq_len)

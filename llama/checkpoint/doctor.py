@@ -104,6 +104,6 @@ def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]
     ways: list[tuple[torch.dtype, str, Layout]] = [(dtype, "", None) for dtype in (torch.float32, torch.bfloat16)]
     if not (args.dim % GROUP or args.ffn_dim % GROUP or args.n_heads * args.head_dim % GROUP):
         ways += [(torch.float32, quantize, quantize) for quantize in ("int8", "int4")]
-    if any(weight.stored for weight in checkpoint.tensors.values()):
+    if checkpoint.quantised:
         ways.append((torch.float32, "stored", stored_bytes(checkpoint, torch.float32)))
     return ways

@@ -56,8 +56,8 @@ def main(
     kv_caching: bool = True,
     kv_cache: str = "static",
     share_prefix: bool = False,
-    fast: bool = False,
-    quantize: str | None = None,
+    fast: bool | None = None,
+    quantize: str = "auto",
     activations: int = 16,
     repack: bool = True,
     exact: bool = False,
@@ -90,8 +90,10 @@ def main(
         kv_cache: One of static, concat, window:1024+4, int8, int4, paged, FILE.py:NAME; by layer static@:2;int4.
         share_prefix: Feed the common prefix of all prompts once.
         fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
-        quantize: The format of the weights in memory: int8, int4, or stored (as in the .gguf file). Best with --fast.
-        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits: faster, less accurate.
+            By default on with chat or prompt_file, except with watch, exact, several ranks, or on a GPU.
+        quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
+            is stored with fast and a quantised .gguf file, such as the demo's, else none.
+        activations: With packed weights, 8 rounds the inputs of products to 8 bits: faster, less accurate.
         repack: With stored weights, --repack=False maps the file: loads at once, but every step is slower.
         exact: Compute the same bits with the cache on and off, alone and in any batch. Slower, unless with --fast.
         stream: Print the text of the first prompt while it is generated.
@@ -106,7 +108,7 @@ def main(
     """
     cores = FreeCores()  # measures the load while torch is imported
     conversation = chat and not prompts and prompt_file is None
-    check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast)
+    check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast is True)
     texts = [] if conversation else read_prompts(prompts, prompt_file)
     longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
@@ -117,7 +119,10 @@ def main(
     files: dict[str, Any] = {"ckpt_dir": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
-    model, tokenizer = load_model(cores, **files, **limits, **weights, fast=fast, exact=exact)
+    by_default = fast is None and (chat or prompt_file is not None) and not (watch or exact) and one_cpu(device)
+    model, tokenizer = load_model(cores, **files, **limits, **weights, fast=fast or by_default, exact=exact)
+    if by_default:
+        console.say("--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path")
     model.kv_caching = kv_caching
     about = setting(model, kv_cache)
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
@@ -149,13 +154,23 @@ def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str |
         console.standard_input()  # raises if it is closed
 
 
-def load_model(cores: FreeCores, ckpt_dir: str, *, device: str, **options: Any) -> "tuple[Transformer, Tokenizer]":
+def one_cpu(device: str) -> bool:
+    """Return whether one process computes on a CPU, so that native code may serve it."""
+    from llama.api import pick_device
+    from llama.ranks.torchrun import world_size
+
+    return pick_device(device).type == "cpu" and world_size() == 1
+
+
+def load_model(
+    cores: FreeCores, ckpt_dir: str, *, device: str, quantize: str, **options: Any
+) -> "tuple[Transformer, Tokenizer]":
     """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first."""
     from llama.api import load, pick_device
 
     if pick_device(device).type == "cpu":
         cores.choose_threads(console.say)
-    return load(ckpt_dir, device=device, **options)
+    return load(ckpt_dir, device=device, quantize=None if quantize == "auto" else quantize, **options)
 
 
 def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:

@@ -29,7 +29,7 @@ def main(
     dtype: str = "auto",
     device: str = "auto",
     fast: bool = False,
-    quantize: str | None = None,
+    quantize: str = "auto",
     activations: int = 16,
     repack: bool = True,
     json: bool = False,
@@ -47,15 +47,20 @@ def main(
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
         device: The device to compute on: auto, cpu, cuda or mps.
         fast: Use the fastest implementation of the forward that this machine supports.
-        quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none.
-        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits; the default is 16.
+        quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
+            is stored with fast and a quantised .gguf file, else none.
+        activations: With packed weights, 8 rounds the inputs of products to 8 bits; the default is 16.
         repack: With stored weights, --repack=False leaves them in their file, mapped.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
-    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    packing: dict[str, Any] = {
+        "quantize": None if quantize == "auto" else quantize,
+        "activations": activations,
+        "repack": repack,
+    }
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)

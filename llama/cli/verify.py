@@ -42,7 +42,7 @@ def main(
     runs: int = 1,
     exact: bool = False,
     fast: bool = False,
-    quantize: str | None = None,
+    quantize: str = "auto",
     activations: int = 16,
     repack: bool = True,
     kv_cache: str = "static",
@@ -64,8 +64,8 @@ def main(
         runs: How many runs to add to the file; 0 prints the file's report.
         exact: Measure exact mode, in which no bit may differ.
         fast: With exact, use the exact mode of native code, if it supports the model.
-        quantize: With exact and fast, quantise the weights to int8, int4, or stored; see llama-kv run.
-        activations: With quantize, 8 rounds the inputs of quantised products to 8 bits.
+        quantize: With exact and fast, quantise the weights to int8, int4, stored or none; see llama-kv run.
+        activations: With packed weights, 8 rounds the inputs of products to 8 bits.
         repack: With stored weights, --repack=False leaves them in their file, mapped.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
             is rejected; llama-kv bench --preset caches measures those.
@@ -74,7 +74,7 @@ def main(
     """
     if world_size() > 1:
         raise ValueError("this command certifies one process; start it without torchrun")
-    if (fast or quantize is not None) and not exact:
+    if (fast or quantize not in ("auto", "none")) and not exact:
         flags = "--exact" if fast else "--exact --fast"
         raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
     path = Path(output)
@@ -86,7 +86,11 @@ def main(
         return report(before, path)
     kind = lossless_kind(kv_cache)
     check_writable(path)
-    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    packing: dict[str, Any] = {
+        "quantize": None if quantize == "auto" else quantize,
+        "activations": activations,
+        "repack": repack,
+    }
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)

@@ -34,7 +34,7 @@ class NewestAlone(StaticCache, kind="newest_alone"):
 
 @pytest.fixture(scope="module")
 def fast_demo() -> tuple[Transformer, Tokenizer]:
-    return load("demo", device="cpu", dtype="fp32", fast=True)
+    return load("demo", device="cpu", dtype="fp32", fast=True, quantize="none")
 
 
 @given(st.integers(250, 3000), st.sampled_from(DEPTHS), st.integers(0, 99))

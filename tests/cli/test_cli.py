@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import needs_a_compiler
 
 from llama import cli
 from llama.cli import console
@@ -292,7 +294,7 @@ def test_a_prompt_is_read_from_a_file_or_standard_input(
     text = " # a file, 3.10\nwith lines\n"
     file = tmp_path / "prompt.txt"
     file.write_text(text + "\n")
-    words = ["--max_gen_len=1", "first"]
+    words = ["--max_gen_len=1", "--fast=False", "first"]
     from_file = infer(*words, "--prompt_file", file)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text + "\n"))
     from_stdin = infer(*words, "--prompt_file", "-")
@@ -486,10 +488,33 @@ def test_an_error_in_the_middle_is_one_line_after_the_text_so_far(
 
 
 def test_chat_answers_a_user_s_message(infer: Infer) -> None:
-    printed = infer("--chat", "hello", "--max_gen_len=3", "--trace")
+    printed = infer("--chat", "hello", "--fast=False", "--max_gen_len=3", "--trace")
     marks = "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\\n\\nhello<|eot_id|><|start_header_id|>assistant"
     assert marks in printed
     assert "hello\n> " in printed
+
+
+@needs_a_compiler
+def test_conversations_and_files_of_prompts_are_fast_by_default_and_say_so(command: Command, tmp_path: Path) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    path = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_1)
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello")
+    said = "--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path"
+
+    def execution(*words: object) -> tuple[str, bool]:
+        code, out, err = command(main, "--ckpt_dir", path, "--device=cpu", "--max_gen_len=1", *words)
+        assert code == 0
+        return out.rpartition(" on cpu")[2], said in err
+
+    stored = ", native, stored weights)\n"
+    assert execution("hello") == (")\n", False)
+    assert execution("hello", "--fast") == (stored, False)
+    assert execution("--prompt_file", file) == (stored, True)
+    assert execution("hello", "--chat") == (stored, True)
+    assert execution("hello", "--chat", "--quantize=none") == (", native)\n", True)
+    assert execution("hello", "--chat", "--fast=False") == (")\n", False)
+    assert execution("hello", "--chat", "--exact") == (", exact)\n", False)
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ def talk(checkpoint: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
     def talk(lines: str | bytes, *words: str) -> tuple[int, str, str]:
         stream = io.StringIO(lines) if isinstance(lines, str) else io.TextIOWrapper(io.BytesIO(lines), "utf-8")
         monkeypatch.setattr(sys, "stdin", stream)
-        return command(main, "--chat", "--ckpt_dir", checkpoint, "--device=cpu", *words)
+        return command(main, "--chat", "--fast=False", "--ckpt_dir", checkpoint, "--device=cpu", *words)
 
     return talk
 

@@ -1,6 +1,7 @@
 """Packed weights are near or equal to the weights they were made of, have the expected size, and run everywhere."""
 
 import copy
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -417,6 +418,46 @@ def test_layers_that_round_to_different_bits_run_on_the_plain_path(tmp_path: Pat
     model.blocks[1].feed_forward.w1.activations = 8
     model(some_tokens(1, 5, vocab_size=20))
     assert served(model) == 1
+
+
+@needs_a_compiler
+def test_fast_stores_a_quantised_file_as_it_is_unless_floats_are_asked_for(tmp_path: Path) -> None:
+    floats, path = (gguf_of(tmp_path, kind, num_attention_heads=2) for kind in (Kind.F16, Kind.Q4_1))
+
+    def execution(file: Path, **how: Any) -> str:
+        return str(load(file, device="cpu", **how)[0].execution)
+
+    assert execution(path) == "plain"
+    assert execution(path, fast=True) == "native, stored weights"
+    assert execution(path, fast=True, exact=True) == "native, stored weights, exact"
+    assert execution(path, fast=True, activations=8) == "native, stored weights, 8-bit activations"
+    assert execution(path, fast=True, repack=False) == "native, mapped weights"
+    assert execution(path, fast=True, quantize="int8") == "native, int8 weights"
+    assert execution(path, fast=True, quantize="none") == execution(floats, fast=True) == "native"
+    with pytest.raises(ValueError, match="activations=8 goes with packed weights"):
+        load(floats, device="cpu", fast=True, activations=8)
+    with pytest.raises(ValueError, match=r"repack=False leaves weights as a \.gguf file has them"):
+        load(path, device="cpu", fast=True, quantize="none", repack=False)
+
+
+@needs_a_compiler
+def test_fast_loads_floats_where_stored_weights_are_not_served_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)
+    for how, execution, reason in (
+        ({"dtype": "fp16"}, "plain", "stored weights go with activations in fp32 or bf16, not in torch.float16"),
+        ({"kv_cache": "concat"}, "plain", "the weights are loaded as floats: the plain path would widen stored ones"),
+        ({"kv_cache": "concat", "exact": True}, "exact", "kv_cache='concat' has no fast step"),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "llama"):
+            model, _ = load(path, device="cpu", fast=True, **how)  # type: ignore[arg-type]
+        assert (str(model.execution), quantized_weights(model)) == (execution, {})
+        assert reason in caplog.text
+        assert "the weights are loaded as floats" in caplog.text
+    with pytest.raises(ValueError, match="stored weights go with activations in fp32 or bf16"):
+        load(path, device="cpu", fast=True, dtype="fp16", activations=8)
 
 
 def test_stored_raises_if_no_matrix_is_quantised(checkpoint: Path) -> None:

@@ -88,7 +88,8 @@ def check_cell(cell: Cell) -> None:
     """Raise ValueError for modes that our own engine does not have together, or not on this device."""
     if cell.engine == "llama":
         device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
-        check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **cell.packing)
+        packing = {**cell.packing, "quantize": cell.packing["quantize"] or "none"}  # a cell names its weights
+        check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **packing)
 
 
 def find_model(cell: Cell) -> Source:

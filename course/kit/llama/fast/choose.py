@@ -1,10 +1,9 @@
 """Stands in for the fast step, which would compute the answer past the code that the exercise is about."""
 
+import logging
 from pathlib import Path
-from typing import Any, Literal
-
-Fast = bool | Literal["fused"]
+from typing import Any
 
 
-def make_fast(model: Any, folder: Path, *, fused: bool = False) -> None:
-    raise ValueError("the exercise has no fast step; leave out --fast")
+def make_fast(model: Any, folder: Path) -> None:
+    logging.getLogger(__name__).warning("fast: the exercise has no fast step; the plain path runs instead")
