@@ -58,7 +58,8 @@ def load(
     `dtype`: "auto" is float32 on a CPU; on a GPU it is bf16 if the hardware has it, else fp16.
     `max_seq_len`, `max_batch_size`: limits; by default the checkpoint's length, and any number of rows.
     `kv_cache`: a kind of cache, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], see `llama.kv_cache`.
-    `fast`: use the fastest way to run a forward that this machine has.
+    `fast`: use the fastest way to run a forward that this machine has. On a CPU with float weights, native code and the
+        plain path are timed once (`llama.fast.native_trial`).
     `quantize`: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
         `llama.quant.packed`. "none" stores floats. None, the default, is "stored" if `fast` is set and the file has
         quantised matrices, as the demo's has, and "none" otherwise.
@@ -86,7 +87,7 @@ def load(
     if quantize is None:
         quantize = "stored" if fast and _stores_quantised(checkpoint, on, kind, named=named) else "none"
         check(quantize=quantize)
-    build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast)
+    build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast, exact=exact)
     model = build(quantize=quantize, activations=activations, repack=repack)
     if by_default and quantize == "stored" and not named and model.runner is None:
         logger.info("fast: the weights are loaded as floats: the plain path would widen stored ones at every step")
@@ -114,9 +115,16 @@ def _stores_quantised(checkpoint: Checkpoint, device: torch.device, dtype: torch
 
 
 def _build(
-    checkpoint: Checkpoint, args: ModelArgs, *, device: torch.device, fast: bool, quantize: str, **options: Any
+    checkpoint: Checkpoint,
+    args: ModelArgs,
+    *,
+    device: torch.device,
+    fast: bool,
+    exact: bool,
+    quantize: str,
+    **options: Any,
 ) -> Transformer:
-    """Return the model with its runner. `options` are those of `load_weights`."""
+    """Return the model with its runner, before exact mode is on. `options` are those of `load_weights`."""
     with progress_bar("loading", unit="B", delay=2) as bar:  # delay: only what takes longer than two seconds
 
         def progress(done: int, total: int) -> None:
@@ -126,7 +134,7 @@ def _build(
         packed = None if quantize == "none" else quantize
         model = load_weights(checkpoint, args, device=device, quantize=packed, progress=progress, **options)
     if fast:
-        make_fast(model, cache_dir() / "native")
+        make_fast(model, cache_dir() / "native", trial=not exact)
     return model
 
 

@@ -4,11 +4,11 @@ A stepper belongs to one batch and its cache, and removes ended rows from both. 
 runner is a faster way to run forwards; a model has at most one. Does not know how either works.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal, ParamSpec, Protocol, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,26 +41,53 @@ class Stepper(Protocol):
         ...
 
 
+FEW_ROWS = 8  # a call of more is timed with 16 rows, one of fewer with 1
+
+
+class CallKind(NamedTuple):
+    """A kind of call whose path is chosen by itself: several tokens per row or one, more than FEW_ROWS rows or not."""
+
+    prompt: bool
+    many: bool
+
+    @staticmethod
+    def of(rows: int, width: int) -> "CallKind":
+        return CallKind(prompt=width > 1, many=rows > FEW_ROWS)
+
+    def __str__(self) -> str:
+        return f"{'prompts' if self.prompt else 'steps'} of {'more than' if self.many else 'up to'} {FEW_ROWS} rows"
+
+
 @dataclass(frozen=True)
 class Execution:
     """How forwards are executed: by which operations or runner, and from which kind of weights.
 
     runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
     "int8", "int4", "stored" or "mapped"; None for floats. activations: 8 if the inputs of products are rounded to 8
-    bits, else 16. exact: whether exact mode is on.
+    bits, else 16. exact: whether exact mode is on. plain: the kinds of calls that the runner leaves to the plain path,
+    which is faster at them.
     """
 
     runner: str
     weights: str | None = None
     activations: int = 16
     exact: bool = False
+    plain: tuple[CallKind, ...] = ()
 
     def __str__(self) -> str:
         parts = [self.runner]
+        parts += [f"plain {kinds}" for kinds in _in_words(self.plain)]
         parts += [f"{self.weights} weights"] if self.weights is not None else []
         parts += [f"{self.activations}-bit activations"] if self.activations != 16 else []
         parts += ["exact"] if self.exact and self.runner != "exact" else []
         return ", ".join(parts)
+
+
+def _in_words(kinds: Collection[CallKind]) -> Iterator[str]:
+    """Yield the names of kinds of calls; prompts of all numbers of rows are one kind, and so are steps."""
+    for prompt, name in ((True, "prompts"), (False, "steps")):
+        found = [kind for kind in kinds if kind.prompt is prompt]
+        yield from [name] if len(found) == 2 else map(str, found)
 
 
 class Runner(Protocol[Model]):
@@ -69,12 +96,14 @@ class Runner(Protocol[Model]):
     forwards: the number of forwards that it has run. takes_prompts: whether it runs prompts. watch: called before each
     forward of its steppers, which do not call the model's hooks, with the number of rows and of tokens per row. exact:
     whether exact mode is on, so that it raises ValueError instead of leaving a forward to the plain path; None if it
-    does not support exact mode. code: a name of what decides its bits.
+    does not support exact mode. code: a name of what decides its bits. plain: the kinds of calls that it leaves to the
+    plain path, which is faster at them; not in exact mode.
     """
 
     name: str
     code: str
     exact: bool | None
+    plain: frozenset[CallKind]
     takes_prompts: bool
     forwards: int
     watch: Callable[[int, int], None] | None

@@ -131,7 +131,8 @@ class Switches(nn.Module):
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
         name = str(self.ops) if self.runner is None else self.runner.name
-        return Execution(name, min(kinds, default=None), bits, self.exact)
+        plain = () if self.runner is None or self.exact else tuple(sorted(self.runner.plain))
+        return Execution(name, min(kinds, default=None), bits, self.exact, plain)
 
     def use(self, ops: Ops) -> None:
         """Set the operations of all modules."""

@@ -88,7 +88,7 @@ MAY_IMPORT = {
         "torch numpy safetensors gguf",
     ),
     "llama/fast/native_build.py": ("", ""),
-    "llama/fast/": (f"{CORE} exact.batch_invariance fast host.machine quant untrusted.gguf_sizes", "torch"),
+    "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
     "llama/quality/": ("cli.progress kv_cache model", "torch"),
     "llama/verify/__main__.py": ("__main__", ""),
     "llama/verify/verdict.py": ("cli.console host verify", ""),

@@ -10,6 +10,7 @@ from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
+from llama.fast.native_trial import plain_calls
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quant.layers import quantized_weights
@@ -20,18 +21,21 @@ logger = logging.getLogger(__name__)
 COMPILER = "inductor"
 
 
-def make_fast(model: Transformer, folder: Path) -> None:
-    """Set the fastest runner that this machine has for the model, and log which; `folder` stores the compiled code."""
+def make_fast(model: Transformer, folder: Path, *, trial: bool = False) -> None:
+    """Set the fastest runner that this machine has for the model, and log which; `folder` stores the compiled code.
+
+    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`.
+    """
     try:
         if model.device.type == "cuda":
             _use_graphs(model)
         else:
-            _use_native_code(model, folder)
+            _use_native_code(model, folder, trial=trial)
     except (NoNativeCode, Unsupported) as why:
         logger.warning("fast: %s; the plain path runs instead", why)
 
 
-def _use_native_code(model: Transformer, folder: Path) -> None:
+def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
     runner = NativeRunner(folder)
     native = runner.describe(model)
     check_cache(native, model.new_cache(), model.rope)
@@ -40,8 +44,12 @@ def _use_native_code(model: Transformer, folder: Path) -> None:
     formats |= {None} if native.mixed else set()
     check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)
     check_blocks(folder, weights)
+    if trial:
+        runner.plain = plain_calls(model, runner, folder)
     model.runner = runner
     logger.info("fast: native code for %s", runner.instructions)
+    if runner.plain:
+        logger.info("fast: %s, because the plain path is faster at these calls here", model.execution)
 
 
 def _use_graphs(model: Transformer) -> None:

@@ -27,6 +27,7 @@ from llama.ops import without_cudnn
 from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
+from llama.stepper import CallKind
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class GraphRunner:
 
     exact: bool | None = None
     takes_prompts = False
+    plain: frozenset[CallKind] = frozenset()  # prompts are no calls of this runner
 
     def __init__(self, ops: GraphOps = PYTORCH, recorder: "type[Recorder] | None" = None) -> None:
         self.ops, self._recorder = ops, recorder or Recorder

@@ -77,12 +77,12 @@ def _key(source: Path) -> str:
         " ".join(FLAGS).encode(),
         _own_compiler().encode(errors="surrogateescape"),
         platform.machine().encode(),
-        _cpu(),
+        cpu_text(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _cpu() -> bytes:
+def cpu_text() -> bytes:
     """Return a text that differs between CPUs of different instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()

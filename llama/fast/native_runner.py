@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from ctypes import c_int64
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +24,7 @@ from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.rows import Rows
 from llama.sampling import Sampling
+from llama.stepper import CallKind
 from llama.switches import check_call
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,9 @@ logger = logging.getLogger(__name__)
 class NativeRunner:
     """Run a forward as one native function, over the model's own weights and a text's cache. `forwards` counts them.
 
-    It stores nothing of a call, so any threads may compute any number of texts at a time. With `exact` set, it raises
-    ValueError instead of leaving a forward to the plain path, which gives other bits.
+    It stores nothing of a call, so any threads may compute any number of texts at a time. It leaves the kinds of calls
+    in `plain` to the plain path, see `native_trial`. With `exact` set, it runs these too, and raises ValueError instead
+    of leaving a forward to the plain path, which gives other bits.
     """
 
     name, takes_prompts = "native", True
@@ -43,13 +45,14 @@ class NativeRunner:
         self.instructions, self.code = self._native.instructions, self._native.code
         self.forwards, self._counting = 0, Lock()
         self.exact: bool | None = False
+        self.plain: frozenset[CallKind] = frozenset()
         self.watch: Callable[[int, int], None] | None = None
         self._warn = WarnOnce(logger)
         self._descriptions = Descriptions(describe)
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
-    def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Path, bool | None]]:
-        return _copied, (self._folder, self.exact)  # a copied model has other weights
+    def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Any, ...]]:
+        return _copied, (self._folder, self.exact, self.plain)  # a copied model has other weights
 
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
@@ -102,9 +105,11 @@ class NativeRunner:
     ) -> NativeCall | None:
         """Return a call with memory in the cache, or None if the plain path has to compute it; log the reason once.
 
-        whole: whether it computes the logits of all tokens. described: the model as it was described, if no other code
-        ran since; else it is compared again.
+        A call of a kind in `plain` logs nothing. whole: whether it computes the logits of all tokens. described: the
+        model as it was described, if no other code ran since; else it is compared again.
         """
+        if CallKind.of(len(rows.starts), rows.width) in self.plain and not self.exact:
+            return None
         try:
             described = self._described(model, cache) if described is None else described
             if described.description.trainable and torch.is_grad_enabled():
@@ -237,7 +242,7 @@ class NativeStepper(PlainStepper):
         return True
 
 
-def _copied(folder: Path, exact: bool | None) -> NativeRunner | None:
+def _copied(folder: Path, exact: bool | None, plain: frozenset[CallKind]) -> NativeRunner | None:
     """Return a runner for a copied model; None, which is logged, without native code unless the model is exact."""
     try:
         runner = NativeRunner(folder)
@@ -246,7 +251,7 @@ def _copied(folder: Path, exact: bool | None) -> NativeRunner | None:
             raise
         logger.warning("fast: %s; the plain path runs instead", why)
         return None
-    runner.exact = exact
+    runner.exact, runner.plain = exact, plain
     return runner
 
 

@@ -9,6 +9,7 @@ Knows tensors and files; does not know the Session, the tensors of a kind of cac
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,9 @@ from llama.streaming import TextCodec
 from llama.switches import Switches
 from llama.untrusted.files import open_regular
 from llama.untrusted.safetensors_header import Span, read_header
+from llama.untrusted.words import printable
+
+logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "llama-kv session", "1"
 _HEADER_LIMIT = 1 << 24  # bytes, at least 64 a tensor; the note, which may be any text, is a part of it
@@ -80,6 +84,7 @@ class _Facts:
     tensors: str
     note: str | None
     activations: int
+    execution: str | None = None  # None: of a file that does not name it
 
     def __post_init__(self) -> None:
         counts = (self.max_seq_len, self.held, self.written, 0 if self.bound is None else self.bound)
@@ -91,6 +96,7 @@ class _Facts:
             and type(self.exact) is bool
             and isinstance(self.place, str | None)
             and isinstance(self.note, str | None)
+            and isinstance(self.execution, str | None)
             and self.activations in (8, 16)
             and self.held <= self.written
         ):
@@ -133,6 +139,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
         weights=weights_digest(model),
         tokenizer=fingerprint(tokenizer, model.args.vocab_size),
         tensors=digest_of(sorted(tensors.items())),
+        execution=str(model.execution),
     )
     try:
         replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
@@ -188,6 +195,12 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
             facts, spans = _read_facts(file)
             _check_kind(facts.kv_cache)
             check_origin(model, vars(facts))
+            if facts.execution not in (None, str(model.execution)):
+                logger.info(
+                    "the session was computed by: %s; this model computes by: %s, which may round differently",
+                    printable(facts.execution, 120),
+                    model.execution,
+                )
             if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts.tokenizer:
                 raise ValueError(
                     "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"

@@ -15,6 +15,7 @@ from llama.args import ModelArgs
 from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.request import Options, common_beginning
+from llama.stepper import CallKind
 from llama.streaming import TextCodec, encode_prompt
 
 Prompts = Sequence[Sequence[int]]  # the ids of each row
@@ -116,7 +117,8 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
     plain, step = str(model.ops), model.runner
     names = [step.name] if step is not None and fast else []
     names += [plain] if fast < all or not names else []
-    return str(replace(model.execution, runner=" and ".join(names)))
+    left = model.execution.plain if fast else ()
+    return str(replace(model.execution, runner=" and ".join(names), plain=left))
 
 
 class LlamaEngine(Engine):
@@ -139,12 +141,14 @@ class LlamaEngine(Engine):
                 times.append(time.perf_counter())
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
-        run.fast_wanted = len(run.fed)
+        left = set(self.model.execution.plain)
+        run.fast_wanted = sum(CallKind.of(*fed) not in left for fed in run.fed)
         if self.model.runner is not None and not self.model.runner.takes_prompts:  # it takes cached steps alone
             run.fast_wanted = run.fast_wanted - 1 if kv_caching else 0
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
-            run.fast_wanted -= 1  # only the plain path shows a prompt's attention to its cache
+            # Only the plain path shows a prompt's attention to its cache.
+            run.fast_wanted -= CallKind.of(*run.fed[0]) not in left
         return run
 
     @torch.inference_mode()

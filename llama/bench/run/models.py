@@ -113,7 +113,7 @@ def find_model(cell: Cell) -> Source:
             ranks = join(device)
             model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **cell.packing).eval()
         if cell.fast:  # compiles here, before anything is timed
-            make_fast(model, cache_dir() / "native")
+            make_fast(model, cache_dir() / "native", trial=not cell.exact)
         model.exact = cell.exact
         return model
 

@@ -1,0 +1,163 @@
+"""With `fast`, the plain path runs the kinds of calls at which it is faster: timed once, cached, named, and fixed."""
+
+import copy
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
+from fakes import Ids
+from native import FOLDER, VOCAB, model_of, needs_a_compiler, served
+from oracles import some_tokens
+
+from llama import load
+from llama.fast import choose, native_trial
+from llama.fast.choose import make_fast
+from llama.fast.native_call import NativeCall
+from llama.fast.native_runner import NativeRunner
+from llama.fast.native_trial import CALLS, plain_calls
+from llama.model import Transformer
+from llama.stepper import CallKind
+
+pytestmark = needs_a_compiler
+FEW_PROMPTS, MANY_PROMPTS, FEW_STEPS, MANY_STEPS = CALLS
+PROMPTS = frozenset({FEW_PROMPTS, MANY_PROMPTS})
+SHAPES = {FEW_PROMPTS: (8, 5), MANY_PROMPTS: (9, 2), FEW_STEPS: (1, 1), MANY_STEPS: (9, 1)}
+
+
+class SlowRunner(NativeRunner):
+    """Native code that takes 30 ms longer for some kinds of calls."""
+
+    def __init__(self, *slow: CallKind) -> None:
+        super().__init__(FOLDER)
+        self.slow = slow
+
+    def run(self, call: NativeCall) -> None:
+        if CallKind.of(call._batch.rows, call._batch.width) in self.slow:
+            time.sleep(0.03)
+        super().run(call)
+
+
+class BrokenRunner(NativeRunner):
+    def run(self, call: NativeCall) -> None:
+        raise AssertionError("a call was timed again")
+
+
+@pytest.fixture(autouse=True)
+def trial_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_NATIVE_TRIAL", "on")
+
+
+def fast_model(*plain: CallKind) -> Transformer:
+    model = model_of("fp32")
+    make_fast(model, FOLDER)
+    assert isinstance(model.runner, NativeRunner)
+    model.runner.plain = frozenset(plain)
+    return model
+
+
+@pytest.mark.parametrize("slow", [(), (FEW_PROMPTS, MANY_PROMPTS), (MANY_STEPS,), (FEW_STEPS, MANY_PROMPTS)], ids=str)
+def test_the_plain_path_runs_the_kinds_of_calls_at_which_native_code_is_slower(
+    slow: tuple[CallKind, ...], tmp_path: Path
+) -> None:
+    plain, model = model_of("fp32"), model_of("fp32")
+    runner = SlowRunner(*slow)
+    assert plain_calls(model, runner, tmp_path) == frozenset(slow)
+    assert model.runner is None, "the trial changes nothing"
+    runner.plain, model.runner = frozenset(slow), runner
+    for kind, (rows, width) in SHAPES.items():
+        before, tokens = served(model), some_tokens(rows, width, vocab_size=VOCAB)
+        ours, theirs = model(tokens), plain(tokens)
+        assert (served(model) > before) == (kind not in slow), kind
+        assert torch.equal(ours, theirs) == (kind in slow), kind
+
+
+def test_a_generation_changes_its_path_when_rows_end() -> None:
+    """Ten prompts, of which nine end after different numbers of tokens."""
+    plain, model = model_of("fp32"), fast_model(MANY_STEPS)
+    prompts = some_tokens(10, 6, vocab_size=VOCAB).tolist()
+    whole = plain.generate_tokens(prompts, 12, temperature=0.0)[0]
+    stops = {row[5] for row in whole[:4]}
+    before = served(model)
+    assert model.generate_tokens(prompts, 12, temperature=0.0, stop_ids=tuple(stops)) == plain.generate_tokens(
+        prompts, 12, temperature=0.0, stop_ids=tuple(stops)
+    )
+    assert served(model) > before + 1, "the prompt, and steps of few rows"
+
+
+def test_the_times_are_stored_for_the_machine_and_the_sizes_and_measured_once(tmp_path: Path) -> None:
+    model = model_of("fp32")
+    found = plain_calls(model, SlowRunner(FEW_STEPS), tmp_path)
+    assert plain_calls(model_of("fp32"), BrokenRunner(FOLDER), tmp_path) == found == {FEW_STEPS}
+    with pytest.raises(AssertionError, match="timed again"):
+        plain_calls(model_of("bf16"), BrokenRunner(FOLDER), tmp_path)
+    (file,) = tmp_path.glob("trial-*.json")
+    for damaged in ("", "[]", "{}", '{"steps of up to 8 rows": 1}', "[" * 100_000):
+        file.write_text(damaged)
+        with pytest.raises(AssertionError, match="timed again"):
+            plain_calls(model, BrokenRunner(FOLDER), tmp_path)
+
+
+def test_limits_of_a_model_leave_kinds_of_calls_out(tmp_path: Path) -> None:
+    model = model_of("fp32")
+    model.args = model.args.__class__(**{**vars(model.args), "max_batch_size": 4, "max_seq_len": 63})
+    assert set(native_trial.time_calls(model, NativeRunner(FOLDER))) == {FEW_STEPS}
+
+
+def test_quantised_weights_and_a_pinned_process_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plain_calls(model_of("int8"), BrokenRunner(FOLDER), tmp_path) == frozenset()
+    monkeypatch.setenv("LLAMA_NATIVE_TRIAL", "off")
+    assert plain_calls(model_of("fp32"), BrokenRunner(FOLDER), tmp_path) == frozenset()
+    monkeypatch.setenv("LLAMA_NATIVE_TRIAL", "no")
+    with pytest.raises(ValueError, match="LLAMA_NATIVE_TRIAL='no' in the environment must be on or off"):
+        plain_calls(model_of("fp32"), BrokenRunner(FOLDER), tmp_path)
+
+
+def test_the_execution_names_the_calls_of_the_plain_path() -> None:
+    assert str(fast_model().execution) == "native"
+    assert str(fast_model(*PROMPTS).execution) == "native, plain prompts"
+    assert str(fast_model(MANY_PROMPTS, FEW_STEPS).execution) == (
+        "native, plain prompts of more than 8 rows, plain steps of up to 8 rows"
+    )
+    assert str(copy.deepcopy(fast_model(*PROMPTS)).execution) == "native, plain prompts"
+
+
+def test_exact_mode_runs_every_call_by_native_code() -> None:
+    model = fast_model(*CALLS)
+    model.exact = True
+    assert str(model.execution) == "native, exact"
+    before = served(model)
+    model(some_tokens(2, 5, vocab_size=VOCAB))
+    assert served(model) == before + 1
+    model.exact = False
+    model(some_tokens(2, 5, vocab_size=VOCAB))
+    assert served(model) == before + 1
+
+
+def test_a_model_is_timed_as_it_is_loaded_except_for_exact_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    path = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.F32)
+    monkeypatch.setattr(choose, "plain_calls", lambda *_: PROMPTS)
+    how: dict[str, Any] = {"device": "cpu", "fast": True}
+    assert str(load(path, **how)[0].execution) == "native, plain prompts"
+    assert load(path, **how, exact=True)[0].runner.plain == frozenset()  # type: ignore[union-attr]
+
+
+def test_a_session_file_names_the_execution_and_another_one_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = fast_model(), fast_model(*PROMPTS)
+    session = one.session(Ids())  # type: ignore[arg-type]
+    session.append([1, 2, 3])
+    session.save(tmp_path / "text.session")
+    assert b'\\"execution\\": \\"native\\"' in (tmp_path / "text.session").read_bytes()
+    with caplog.at_level(logging.INFO, "llama"):
+        one.load_session(tmp_path / "text.session", Ids())  # type: ignore[arg-type]
+        assert not caplog.text
+        assert other.load_session(tmp_path / "text.session", Ids()).tokens == [1, 2, 3]  # type: ignore[arg-type]
+    assert "was computed by: native; this model computes by: native, plain prompts" in caplog.text
