@@ -87,7 +87,7 @@ def load(
     if quantize is None:
         quantize = "stored" if fast and _stores_quantised(checkpoint, on, kind, named=named) else "none"
         check(quantize=quantize)
-    build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast, exact=exact)
+    build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast, exact=exact, said=set())
     model = build(quantize=quantize, activations=activations, repack=repack)
     if by_default and quantize == "stored" and not named and model.runner is None:
         logger.info("fast: the weights are loaded as floats: the plain path would widen stored ones at every step")
@@ -121,10 +121,14 @@ def _build(
     device: torch.device,
     fast: bool,
     exact: bool,
+    said: set[str],
     quantize: str,
     **options: Any,
 ) -> Transformer:
-    """Return the model with its runner, before exact mode is on. `options` are those of `load_weights`."""
+    """Return the model with its runner, before exact mode is on. `options` are those of `load_weights`.
+
+    said: see `make_fast`.
+    """
     with progress_bar("loading", unit="B", delay=2) as bar:  # delay: only what takes longer than two seconds
 
         def progress(done: int, total: int) -> None:
@@ -134,7 +138,7 @@ def _build(
         packed = None if quantize == "none" else quantize
         model = load_weights(checkpoint, args, device=device, quantize=packed, progress=progress, **options)
     if fast:
-        make_fast(model, cache_dir() / "native", trial=not exact)
+        make_fast(model, cache_dir() / "native", trial=not exact, said=said)
     return model
 
 

@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 COMPILER = "inductor"
 
 
-def make_fast(model: Transformer, folder: Path, *, trial: bool = False) -> None:
+def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: set[str] | None = None) -> None:
     """Set the fastest runner that this machine has for the model, and log which; `folder` stores the compiled code.
 
-    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`.
+    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`. said: reasons for the
+    plain path that are not logged again; a new one is added.
     """
     try:
         if model.device.type == "cuda":
@@ -32,7 +33,10 @@ def make_fast(model: Transformer, folder: Path, *, trial: bool = False) -> None:
         else:
             _use_native_code(model, folder, trial=trial)
     except (NoNativeCode, Unsupported) as why:
-        logger.warning("fast: %s; the plain path runs instead", why)
+        said = set() if said is None else said
+        if str(why) not in said:
+            logger.warning("fast: %s; the plain path runs instead", why)
+        said.add(str(why))
 
 
 def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
