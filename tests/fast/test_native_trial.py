@@ -2,7 +2,7 @@
 
 import copy
 import logging
-import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from native import FOLDER, VOCAB, model_of, needs_a_compiler, served
 from oracles import some_tokens
 
 from llama import load
+from llama.bench.run.engines import LlamaEngine
 from llama.fast import choose, native_trial
 from llama.fast.choose import make_fast
 from llama.fast.native_call import NativeCall
@@ -28,8 +29,21 @@ PROMPTS = frozenset({FEW_PROMPTS, MANY_PROMPTS})
 SHAPES = {FEW_PROMPTS: (8, 5), MANY_PROMPTS: (9, 2), FEW_STEPS: (1, 1), MANY_STEPS: (9, 1)}
 
 
+class Clock:
+    """A clock that advances 1 ms at every reading, so that all calls take as long, on any machine."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+CLOCK = Clock()
+
+
 class SlowRunner(NativeRunner):
-    """Native code that takes 30 ms longer for some kinds of calls."""
+    """Native code that takes 2 ms longer for some kinds of calls."""
 
     def __init__(self, *slow: CallKind) -> None:
         super().__init__(FOLDER)
@@ -37,7 +51,7 @@ class SlowRunner(NativeRunner):
 
     def run(self, call: NativeCall) -> None:
         if CallKind.of(call._batch.rows, call._batch.width) in self.slow:
-            time.sleep(0.03)
+            CLOCK.now += 0.002
         super().run(call)
 
 
@@ -49,6 +63,7 @@ class BrokenRunner(NativeRunner):
 @pytest.fixture(autouse=True)
 def trial_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_NATIVE_TRIAL", "on")
+    monkeypatch.setattr(native_trial, "time", CLOCK)
 
 
 def fast_model(*plain: CallKind) -> Transformer:
@@ -59,7 +74,26 @@ def fast_model(*plain: CallKind) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("slow", [(), (FEW_PROMPTS, MANY_PROMPTS), (MANY_STEPS,), (FEW_STEPS, MANY_PROMPTS)], ids=str)
+def test_a_small_lead_and_a_first_call_that_allocates_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = model_of("fp32"), []
+
+    class Noisy(NativeRunner):
+        def run(self, call: NativeCall) -> None:
+            CLOCK.now += 0.1 if len(calls) % 4 == 0 else 0.00005  # the first try of each kind, and 5 % in the others
+            calls.append(call)
+            super().run(call)
+
+    runner = Noisy(FOLDER)
+    seconds = native_trial.time_calls(model, runner)
+    assert len(calls) == 4 * len(CALLS)
+    assert all(1.04 < native / plain < 1.06 for plain, native in seconds.values())
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [(), (FEW_PROMPTS, MANY_PROMPTS), (MANY_STEPS,), (FEW_STEPS, MANY_PROMPTS)],
+    ids=["none", "prompts", "steps of many rows", "one of each"],
+)
 def test_the_plain_path_runs_the_kinds_of_calls_at_which_native_code_is_slower(
     slow: tuple[CallKind, ...], tmp_path: Path
 ) -> None:
@@ -123,6 +157,21 @@ def test_the_execution_names_the_calls_of_the_plain_path() -> None:
         "native, plain prompts of more than 8 rows, plain steps of up to 8 rows"
     )
     assert str(copy.deepcopy(fast_model(*PROMPTS)).execution) == "native, plain prompts"
+
+
+@pytest.mark.parametrize(
+    ("plain", "path", "forwards"),
+    [
+        (PROMPTS, "native, plain prompts", 3),
+        ({FEW_STEPS}, "native, plain steps of up to 8 rows", 1),
+        (CALLS, "plain", 0),
+    ],
+)
+def test_a_benchmark_does_not_miss_the_calls_that_are_left_to_the_plain_path(
+    plain: Collection[CallKind], path: str, forwards: int
+) -> None:
+    run = LlamaEngine(fast_model(*plain), Ids()).run([[1, 2, 3]], 4, kv_caching=True)  # type: ignore[arg-type]
+    assert (run.path, run.fast_forwards, run.fast_wanted) == (path, forwards, forwards)
 
 
 def test_exact_mode_runs_every_call_by_native_code() -> None:
