@@ -78,6 +78,13 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def every_build(request: pytest.FixtureRequest) -> None:
+    """Skip without --every-build: these builds of native code take a minute each."""
+    if not request.config.getoption("--every-build"):
+        pytest.skip("this build of native code is made with --every-build")
+
+
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)

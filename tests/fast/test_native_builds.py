@@ -161,13 +161,6 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture
-def every_build(request: pytest.FixtureRequest) -> None:
-    """Skip without --every-build: each build takes half a minute."""
-    if not request.config.getoption("--every-build"):
-        pytest.skip("the sanitizers are run with --every-build")
-
-
 EVERY_FORMAT = [INT8, INT4, *(format for _, format in native_description._BLOCKS.values())]
 
 
