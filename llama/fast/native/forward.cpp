@@ -960,6 +960,12 @@ const char* instructions() {
     return "AVX-512";
 #elif defined(__AVX2__)
     return "AVX2";
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return "NEON with i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return "NEON with dot products";
+#elif defined(__aarch64__)
+    return "NEON";
 #else
     return "the compiler's own vectors";
 #endif

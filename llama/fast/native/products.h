@@ -310,9 +310,9 @@ struct Packed {
                             const ints activations = held(every_at(row.numbers + place));
                             UNROLL for (int v = 0; v < VECTORS; v++) {
                                 if constexpr (RUN == 0) {
-                                    total[v] = held(add_fours(total[v], activations, four[v]));
+                                    total[v] = held(add_fours<BITS>(total[v], activations, four[v]));
                                 } else {
-                                    narrow[r][v] = held(add_fours(narrow[r][v], activations, four[v]));
+                                    narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, four[v]));
                                     if ((4 * h + w + 1) % RUN == 0)
                                         total[v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
                                 }

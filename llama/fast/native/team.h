@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <thread>
+#include <vector>
 
 #include "vectors.h"
 
@@ -35,6 +36,8 @@ struct Barrier {
     static void pause() {
 #if defined(__x86_64__)
         _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
 #endif
     }
 };
@@ -59,18 +62,26 @@ struct Team {
     }
 };
 
-// Run act(team) in so many threads.
+// Run act(team) in so many threads. Compilers without OpenMP, such as that of macOS, start them for every call.
 template <class Act>
 void in_team(Int threads, Act act) {
     Barrier barrier;
+#if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
     {
-        Team team{0, 1, nullptr, nullptr};
-#if defined(_OPENMP)
-        team.rank = omp_get_thread_num(), team.size = omp_get_num_threads(), team.barrier = &barrier;
-#endif
+        Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier, nullptr};
         act(team);
     }
+#else
+    auto run = [&](Int rank) {
+        Team team{rank, threads, &barrier, nullptr};
+        act(team);
+    };
+    std::vector<std::thread> others;
+    for (Int rank = 1; rank < threads; rank++) others.emplace_back(run, rank);
+    run(0);
+    for (std::thread& other : others) other.join();
+#endif
 }
 
 }  // namespace

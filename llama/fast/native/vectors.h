@@ -1,6 +1,7 @@
 // Vectors of numbers: loading, conversion, rounding, and sums of products.
 //
-// A vector is 64 bytes with AVX-512 and 32 elsewhere, a vector type of the compiler, which it splits if necessary.
+// A vector is 64 bytes with AVX-512, 16 on ARM (NEON) and 32 elsewhere, a vector type of the compiler. GCC would keep
+// vectors in memory that are larger than the registers.
 // Instructions that the compiler does not find by itself are called by name if the machine has them.
 // Every fused multiply-add is explicit, and the compiler may fuse no others (-ffp-contract=off): on some CPUs it
 // would fuse one loop and not its twin, and the two would round differently.
@@ -19,6 +20,8 @@
 #if !defined(__FMA__)
 #error "this CPU has no fused multiply-add (FMA)"
 #endif
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // GCC would call functions that are used more than once, and keep their vectors in memory.
@@ -31,6 +34,8 @@ namespace {
 using Int = std::int64_t;
 #if defined(__AVX512F__)
 #define VECTOR 64
+#elif defined(__aarch64__)
+#define VECTOR 16
 #else
 #define VECTOR 32
 #endif
@@ -79,6 +84,8 @@ INLINE floats multiply_add(floats sum, floats x, floats w) {
     return (floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined(__FMA__)
     return (floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__aarch64__)
+    return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
 #else
     for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], w[lane], sum[lane]);
     return sum;
@@ -90,6 +97,8 @@ INLINE doubles multiply_add(doubles sum, doubles x, doubles w) {
     return (doubles)_mm512_fmadd_pd((__m512d)x, (__m512d)w, (__m512d)sum);
 #elif defined(__FMA__)
     return (doubles)_mm256_fmadd_pd((__m256d)x, (__m256d)w, (__m256d)sum);
+#elif defined(__aarch64__)
+    return (doubles)vfmaq_f64((float64x2_t)sum, (float64x2_t)x, (float64x2_t)w);
 #else
     for (int lane = 0; lane < LANES / 2; lane++) sum[lane] = __builtin_fma(x[lane], w[lane], sum[lane]);
     return sum;
@@ -112,6 +121,8 @@ INLINE floats widen(const half* x) {
     return (floats)_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(x));  // GCC 12 warns of the one without a mask
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps(load<__m128i>(x));
+#elif defined(__aarch64__)
+    return (floats)vcvt_f32_f16((float16x4_t)load<shorts>(x));
 #else
     words bits = __builtin_convertvector(load<shorts>(x), words);
     floats size = (floats)((bits & 0x7fffu) << 13) * 0x1p112f;  // the exponent's bias of float32 for that of float16
@@ -126,6 +137,8 @@ INLINE ints whole(const std::uint8_t* x) {
     return (ints)_mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(x));
 #elif defined(__AVX2__)
     return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)x));
+#elif defined(__aarch64__)
+    return (ints)vmovl_u16(vget_low_u16(vmovl_u8((uint8x8_t)vdup_n_u32(load<std::uint32_t>(x)))));
 #else
     return __builtin_convertvector(load<bytes>(x), ints);
 #endif
@@ -138,6 +151,9 @@ INLINE floats widen(const std::int8_t* x) {
     return __builtin_convertvector((ints)_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(x)), floats);
 #elif defined(__AVX2__)
     return __builtin_convertvector((ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)), floats);
+#elif defined(__aarch64__)
+    const int8x8_t some = (int8x8_t)vdup_n_u32(load<std::uint32_t>(x));
+    return __builtin_convertvector((ints)vmovl_s16(vget_low_s16(vmovl_s8(some))), floats);
 #else
     return __builtin_convertvector(load<signed_bytes>(x), floats);
 #endif
@@ -157,6 +173,8 @@ INLINE void narrow(floats x, half* to) {
     store(to, _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
     store(to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__aarch64__)
+    store(to, vcvt_f16_f32((float32x4_t)x));
 #else
     const words bits = (words)x & 0x7fffffffu, sign = ((words)x >> 16) & 0x8000u;
     const words normal = (bits + 0xfffu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;  // to nearest, ties to even
@@ -172,7 +190,7 @@ INLINE float sum_of(floats x) {
 #if VECTOR == 64
     x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
     x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-#else
+#elif VECTOR == 32
     x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
 #endif
     return (x[0] + x[2]) + (x[1] + x[3]);
@@ -185,7 +203,7 @@ INLINE float largest_of(floats x) {
 #if VECTOR == 64
     x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-#else
+#elif VECTOR == 32
     x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
 #endif
     return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
@@ -239,6 +257,8 @@ INLINE V held(V v) {
     asm("" : "+v"(v));
 #elif defined(__AVX__)
     asm("" : "+x"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
 #endif
     return v;
 }
@@ -268,8 +288,10 @@ INLINE floats multiply_add(floats sum, words x, words w) {
 INLINE signed_shorts swapped(signed_shorts x) {
 #if VECTOR == 64
     return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-#else
+#elif VECTOR == 32
     return __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7);
+#else
+    return __builtin_shufflevector(x, x, 0, 2, 1, 3);
 #endif
 }
 
@@ -277,8 +299,10 @@ INLINE signed_shorts swapped(signed_shorts x) {
 INLINE floats neighbours(floats x) {
 #if VECTOR == 64
     return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-#else
+#elif VECTOR == 32
     return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
+#else
+    return __builtin_shufflevector(x, x, 1, 0, 3, 2);
 #endif
 }
 
@@ -292,6 +316,10 @@ INLINE ints multiply_add(ints sum, ints x, ints w) {
     return sum + (ints)_mm512_madd_epi16((__m512i)x, (__m512i)w);
 #elif defined(__AVX2__)
     return sum + (ints)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+#elif defined(__aarch64__)
+    const int16x8_t one = (int16x8_t)x, other = (int16x8_t)w;
+    const int32x4_t lower = vmull_s16(vget_low_s16(one), vget_low_s16(other));
+    return sum + (ints)vpaddq_s32(lower, vmull_high_s16(one, other));
 #else
     return sum + (x << 16 >> 16) * (w << 16 >> 16) + (x >> 16) * (w >> 16);
 #endif
@@ -309,7 +337,8 @@ constexpr bool SUMS_OF_16_BITS = false;
 #endif
 constexpr int fours_at_a_time(int bits) { return !SUMS_OF_16_BITS ? 0 : bits == 4 ? 8 : bits == 5 ? 4 : 2; }
 
-// The products of four numbers of 8 bits and four codes, added to every lane.
+// The products of four numbers of 8 bits and four codes of BITS bits, added to every lane.
+template <int BITS>
 INLINE ints add_fours(ints sum, ints x, words codes) {
 #if defined(__AVX512VNNI__)
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
@@ -319,7 +348,22 @@ INLINE ints add_fours(ints sum, ints x, words codes) {
     return (ints)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
 #elif defined(__AVX2__)
     return (ints)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    if constexpr (BITS < 8) return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)x, (int8x16_t)codes);
+    // Both must have a sign: codes - 128, and then 128 times the numbers, which are at least -127.
+    const int8x16_t negative = vnegq_s8((int8x16_t)x);
+    const ints rest = (ints)vdotq_s32(int32x4_t{}, negative, vdupq_n_s8(-128));
+    return (ints)vdotq_s32((int32x4_t)(sum + rest), (int8x16_t)x, (int8x16_t)(codes ^ 0x80808080u));
 #else
+#if defined(__aarch64__)
+    if constexpr (BITS < 8) {  // two products fit into 16 bits
+        const int8x16_t one = (int8x16_t)x, other = (int8x16_t)codes;
+        const int16x8_t lower = vmull_s8(vget_low_s8(one), vget_low_s8(other));
+        return (ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(lower, vmull_high_s8(one, other)));
+    }
+#endif
     sum = multiply_add(sum, (ints)((signed_pairs)x << 8 >> 8), ints(codes & 0x00ff00ffu));
     return multiply_add(sum, (ints)((signed_pairs)x >> 8), upper_bytes(codes));
 #endif
@@ -342,7 +386,7 @@ INLINE floats sums_of(floats v[LANES]) {
                __builtin_shufflevector(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return __builtin_shufflevector(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            __builtin_shufflevector(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-#else
+#elif VECTOR == 32
     for (int i = 0; i < 4; i++)
         v[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
                __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
@@ -351,6 +395,10 @@ INLINE floats sums_of(floats v[LANES]) {
                __builtin_shufflevector(v[i], v[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     return __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
            __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+    for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 4, 5) + __builtin_shufflevector(v[i], v[i + 2], 2, 3, 6, 7);
+    return __builtin_shufflevector(v[0], v[1], 0, 4, 2, 6) + __builtin_shufflevector(v[0], v[1], 1, 5, 3, 7);
 #endif
 }
 
@@ -396,7 +444,8 @@ void by_rows(Int rows, Act act) {
     if (rows - r == 1) act(std::integral_constant<int, 1>(), r);
 }
 
-// The number of rows whose sums fill the registers.
+// The sums that are computed at a time: half as many as the CPU has registers. And the rows whose sums fill them all.
+constexpr int SUMS_AT_ONCE = VECTOR == 32 ? 8 : 16;
 template <class T>
 constexpr int most_rows() {
     return VECTOR == 32 && sizeof(T) == sizeof(float) ? 6 : TOGETHER;
@@ -413,7 +462,7 @@ template <class T>
 void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
               Int to_stride, const T* next = nullptr) {
     by_rows<most_rows<T>()>(rows, [&](auto rows_at_a_time, Int r) {
-        constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = ROWS > TOGETHER ? 2 : LANES / ROWS;
+        constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = ROWS > TOGETHER ? 2 : SUMS_AT_ONCE / ROWS;
         const T* from = x + r * x_stride;
         for (Int c = 0; c < columns; c += COLUMNS)
             if (columns >= COLUMNS) {

@@ -156,9 +156,9 @@ void whole_numbers() {
             append(whole_bytes, whole(codes.data() + i));
             append(bytes, widen(codes.data() + i)), append(signed_bytes, widen(small.data() + i));
             // In 16 bits, only codes of less than 8 bits are added, and none before a sum.
-            const ints some = add_fours(SUMS_OF_16_BITS ? ints{} : start, eight, four & 0x3f3f3f3fu);
+            const ints some = add_fours<6>(SUMS_OF_16_BITS ? ints{} : start, eight, four & 0x3f3f3f3fu);
             append(fours, SUMS_OF_16_BITS ? start + pairs_added(some) : some);
-            const ints sum = SUMS_OF_16_BITS ? start : add_fours(start, eight, four);
+            const ints sum = SUMS_OF_16_BITS ? start : add_fours<8>(start, eight, four);
             for (Int lane = 0; lane < (SUMS_OF_16_BITS ? 0 : LANES); lane++) {
                 std::int32_t right = start[lane];
                 for (Int b = 4 * (i + lane); b < 4 * (i + lane + 1); b++) right += small[b] * codes[b];
@@ -515,8 +515,9 @@ struct Texts {
 
     std::vector<float> prompt_and_steps(const Model& model, Int threads) {
         std::vector<float> all = fed(model, threads);
-        for (Int step = 0; step < 3 && kind != NONE; step++) {
-            for (Int r = 0; r < ROWS; r++) starts[r] += lengths[r], lengths[r] = 1;
+        for (const std::vector<Int>& next : {std::vector<Int>{3, 1, 2}, {1, 1, 1}}) {
+            if (kind == NONE) break;
+            for (Int r = 0; r < ROWS; r++) starts[r] += lengths[r], lengths[r] = kind == COMPRESSED ? 1 : next[r];
             const std::vector<float> logits = fed(model, threads);
             all.insert(all.end(), logits.begin(), logits.end());
         }
@@ -532,9 +533,7 @@ void forwards(Int activations, Int bits) {
     auto run = [&](const std::string& cache, auto... kind) {
         const std::vector<float> logits = Texts<T>(kind...).prompt_and_steps(tiny.model, 1);
         sums(name + cache, logits);
-        for (const Int threads : {2, 3})
-            require_start(logits, Texts<T>(kind...).prompt_and_steps(tiny.model, threads),
-                          name + cache + ", " + std::to_string(threads) + " threads");
+        require_start(logits, Texts<T>(kind...).prompt_and_steps(tiny.model, 2), name + cache + ", 2 threads");
     };
     run(", no cache", NONE), run(", static", STATIC), run(", groups", GROUPED), run(", groups before RoPE", GROUPED, true);
     run(", paged", PAGED), run(", compressed", COMPRESSED);
@@ -555,7 +554,7 @@ void choices() {
     for (Int i = 0; i < ROWS * VOCAB; i++) seen[i] = marks[i] < 5;
     auto run = [&](const std::string& name, double temperature, double top_p, double min_p, Int top_k, double penalty) {
         std::vector<Int> ids[2];
-        for (const Int threads : {1, 3}) {
+        for (const Int threads : {1, 2}) {
             auto& made = ids[threads > 1];
             made.resize(ROWS);
             const Choice choice{logits.data(), ROWS,  VOCAB,   temperature, top_p, min_p,
@@ -564,7 +563,7 @@ void choices() {
             if (penalty != 1) how.seen = (const bool*)seen.data();
             choose_tokens(&how);
         }
-        require(ids[0] == ids[1], name + ", 3 threads");
+        require(ids[0] == ids[1], name + ", 2 threads");
         exact(name, ids[0]);
     };
     run("choose the most likely", 0, 1, 0, 0, 1), run("choose of all", 1, 1, 0, 0, 1);
