@@ -9,22 +9,35 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+# With -march=native, ARM's compilers do not all use every instruction of the CPU, or reject it.
+_THIS_CPU = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # -ffp-contract=off: bits must not depend on which products and sums a compiler fuses; vectors.h fuses its own.
 FLAGS = (
     "-O3",
-    "-march=native",
+    _THIS_CPU,
     "-std=c++17",
     "-fopenmp",
+    "-pthread",
     "-fno-math-errno",
     "-ffp-contract=off",
     "-Wno-psabi",
     "-shared",
     "-fPIC",
 )
+
+# Left out if the compiler rejects them: that of macOS has no OpenMP, and some do not know the CPU.
+_OPTIONAL = (_THIS_CPU, "-fopenmp")
+_USES_OPENMP = """
+#if defined(_OPENMP)
+#include <omp.h>
+int threads() { return omp_get_max_threads(); }
+#endif
+"""
 
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH  # modes that let other users write
 
@@ -87,7 +100,7 @@ def cpu_text() -> bytes:
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
-        return platform.processor().encode()
+        return f"{platform.processor()} {platform.version()}".encode()  # of macOS: the version names the chip
     return b"\n".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
 
 
@@ -127,8 +140,10 @@ def _compile(source: Path, library: Path, digest: Path) -> None:
     logger.info("compiling %s with %s, once: some seconds", source.name, compiler)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        command = [*compiler.split(), *FLAGS, str(source), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = _run(compiler, FLAGS, source, made)
+        if done.returncode != 0 and (rejected := _rejected(compiler, Path(scratch))):
+            logger.info("%s rejects %s", compiler, " and ".join(rejected))
+            done = _run(compiler, [flag for flag in FLAGS if flag not in rejected], source, made)
         if done.returncode != 0 or not made.is_file():
             lines = done.stderr.strip().splitlines() or ["no message"]
             reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
@@ -139,3 +154,16 @@ def _compile(source: Path, library: Path, digest: Path) -> None:
             file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_BY_OTHERS)  # whatever the umask is
         os.replace(written, digest)  # first, so that two processes never leave a library without its digest
         os.replace(made, library)
+
+
+def _run(compiler: str, flags: Sequence[str], source: Path, made: Path) -> subprocess.CompletedProcess[str]:
+    command = [*compiler.split(), *flags, str(source), "-o", str(made)]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+
+
+def _rejected(compiler: str, scratch: Path) -> list[str]:
+    """Return the optional flags with which the compiler cannot compile and link a small library."""
+    small = scratch / "small.cpp"
+    small.write_text(_USES_OPENMP)
+    made = scratch / "small"
+    return [flag for flag in _OPTIONAL if _run(compiler, [flag, "-shared", "-fPIC"], small, made).returncode != 0]

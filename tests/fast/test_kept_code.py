@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from native import needs_a_compiler
 
+from llama.fast import native_build
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [needs_a_compiler, pytest.mark.skipif(sys.platform == "win32", reason="modes and owners are POSIX's")]
 
@@ -157,3 +159,19 @@ def test_a_compiler_that_writes_no_library_is_named_in_the_error(
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script))
     assert answer(source, tmp_path / "kept")[0].endswith("compiler, cannot be loaded")
+
+
+def test_flags_that_a_compiler_rejects_are_left_out(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picky = tmp_path / "picky"
+    picky.write_text(
+        '#!/bin/sh\nfor word; do case "$word" in -fopenmp|*=native) echo "error: no $word" >&2; exit 1;; esac; done\n'
+        'exec c++ "$@"\n'
+    )
+    picky.chmod(0o755)
+    source.write_text('#if !defined(_OPENMP)\nextern "C" int answer() { return 43; }\n#endif\n')
+    monkeypatch.setenv("CXX", str(picky))
+    said, logged = answer(source, tmp_path / "code")
+    assert said == "43"
+    assert f"INFO {picky} rejects {native_build.FLAGS[1]} and -fopenmp" in logged
