@@ -17,7 +17,6 @@ import pytest
 import torch
 from native import (
     ARGS,
-    FOLDER,
     KINDS,
     VOCAB,
     check_bits,
@@ -30,11 +29,9 @@ from native import (
 )
 from oracles import bits, some_tokens
 
-from llama.fast import native_description, native_library
+from llama.fast import native_library
 from llama.fast.choose import make_fast
-from llama.fast.native_check import trial_model
 from llama.host.files import cache_dir
-from llama.quant.packed import INT4, INT8
 
 pytestmark = needs_a_compiler
 # GCC chooses other instructions for each CPU of an architecture. Other tests use the builds for znver3 and generic too.
@@ -159,24 +156,6 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
     }
     command = [sys.executable, "-W", "ignore", str(here / "sanitized_child.py"), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-EVERY_FORMAT = [INT8, INT4, *(format for _, format in native_description._BLOCKS.values())]
-
-
-@pytest.mark.usefixtures("every_build")
-@pytest.mark.parametrize("activations", [16, 8])
-def test_tiles_multiply_whole_numbers_to_the_same_bits(activations: int) -> None:
-    made = []
-    for flags in ((), ("-DEMULATE_TILES",)):
-        model = trial_model(torch.float32, EVERY_FORMAT, activations)
-        with compiled_with(*flags):
-            make_fast(model, FOLDER)
-            tokens = some_tokens(3, 30, vocab_size=VOCAB)
-            made.append(torch.cat([bits(model(tokens[:, :length])[:, -1]) for length in (30, 16, 5)]))
-        assert served(model) == 3
-        assert "AMX" in model.runner.instructions or not flags
-    assert torch.equal(*made)
 
 
 @pytest.mark.usefixtures("every_build")

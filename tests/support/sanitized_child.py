@@ -129,11 +129,6 @@ def main(*words: str) -> None:
                     feed(model, [length, *more], length % 3 + 1, caching=True)
                 assert served(model) == before + len(LENGTHS) * native
                 choose(model)
-    with compiled_with(*SANITIZED, "-DEMULATE_TILES"):
-        for kind, args in itertools.product(("bf16", "int8 in bf16"), SHAPES[1:]):
-            _, model = twins(kind, args)
-            for length in LENGTHS:
-                feed(model, [length, dice.choice(LENGTHS)], dice.choice((1, 2, 3)), caching=True)
     print("clean")
 
 

@@ -2,7 +2,7 @@
 //
 //     build  LANES  INSTRUCTIONS
 //     exact  NAME  DIGEST               the same for every build
-//     sums   NAME  DIGEST  MOST  X ...  the same for builds with vectors of one size; MOST is the largest magnitude, and
+//     sums   NAME  DIGEST  MOST  X ...  the same for builds with vectors of one size and without tiles; MOST is the largest magnitude, and
 //                                       X ... are some of the numbers. Vectors of another size add in another order.
 //     wrong  NAME                       two results of this build differ, and the program ends
 //
@@ -221,8 +221,10 @@ std::vector<float> activations(Dice& dice, Int length, bool packed) {
 template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
-    std::vector<char> rounded(rows * size), room(kind.room_for(matrix.length));
+    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(matrix.length));
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
+    for (Int r = 0; kind.arranges() && r < rows; r += TILE)
+        kind.arrange(rounded.data() + r * size, size, matrix.length);
     std::vector<float> to(rows * matrix.columns);
     const Team alone{0, 1, nullptr, room.data()};
     alone.share(matrix.columns, [&](Int first, Int end) {
