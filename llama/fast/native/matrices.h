@@ -18,6 +18,7 @@ struct Matrix {
 };
 
 using byte = std::uint8_t;
+
 // Blocks of four neighbouring columns, and the places of their numbers in a panel.
 template <int BITS>
 struct Four {

@@ -66,10 +66,14 @@ inline bool tiles_allowed() {
     static const bool allowed = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return allowed;
 }
-inline void configure_tiles(const TileSizes& sizes) { _tile_loadconfig(&sizes); }
+// GCC's own functions do not say that these instructions read memory, so it could leave out what was written there.
+inline void configure_tiles(const TileSizes& sizes) { asm volatile("ldtilecfg %0" : : "m"(sizes)); }
+inline void write_before_reading() { asm volatile("" : : : "memory"); }
 inline void release_tiles() { _tile_release(); }
 #define TILE_ZERO(t) _tile_zero(t)
-#define TILE_READ(t, from, stride) _tile_loadd(t, from, stride)
+#define TILE_READ(t, from, stride) \
+    write_before_reading();        \
+    _tile_loadd(t, from, stride)
 #define TILE_WRITE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_ADD_BFLOATS(sum, left, right) _tile_dpbf16ps(sum, left, right)
 #define TILE_ADD_SIGNED(sum, left, right) _tile_dpbsud(sum, left, right)
