@@ -61,8 +61,8 @@ def load(
     `fast`: use the fastest way to run a forward that this machine has. On a CPU with float weights, native code and the
         plain path are timed once (`llama.fast.native_trial`).
     `quantize`: store the matrices in "int8" or "int4", or, from a .gguf file, in its own types: "stored". See
-        `llama.quant.packed`. "none" stores floats. None, the default, is "stored" if `fast` is set and the file has
-        quantised matrices, as the demo's has, and "none" otherwise.
+        `llama.quant.packed`. "none" stores floats. None, the default, and "auto" are "stored" if `fast` is set and the
+        file has quantised matrices, as the demo's has, and "none" otherwise.
     `activations`: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
     `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
         but a step is slower, scales are not checked, and the file must not change.
@@ -72,6 +72,7 @@ def load(
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
+    quantize = None if quantize == "auto" else quantize
     check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
     check(quantize=quantize)
     ranks = join(on)

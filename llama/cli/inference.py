@@ -162,15 +162,13 @@ def one_cpu(device: str) -> bool:
     return pick_device(device).type == "cpu" and world_size() == 1
 
 
-def load_model(
-    cores: FreeCores, ckpt_dir: str, *, device: str, quantize: str, **options: Any
-) -> "tuple[Transformer, Tokenizer]":
+def load_model(cores: FreeCores, ckpt_dir: str, *, device: str, **options: Any) -> "tuple[Transformer, Tokenizer]":
     """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first."""
     from llama.api import load, pick_device
 
     if pick_device(device).type == "cpu":
         cores.choose_threads(console.say)
-    return load(ckpt_dir, device=device, quantize=None if quantize == "auto" else quantize, **options)
+    return load(ckpt_dir, device=device, **options)
 
 
 def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:

@@ -56,11 +56,7 @@ def main(
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else cache_kind(kv_cache)
-    packing: dict[str, Any] = {
-        "quantize": None if quantize == "auto" else quantize,
-        "activations": activations,
-        "repack": repack,
-    }
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)

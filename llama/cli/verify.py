@@ -86,11 +86,7 @@ def main(
         return report(before, path)
     kind = lossless_kind(kv_cache)
     check_writable(path)
-    packing: dict[str, Any] = {
-        "quantize": None if quantize == "auto" else quantize,
-        "activations": activations,
-        "repack": repack,
-    }
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.say)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
