@@ -205,6 +205,7 @@ def test_a_session_file_names_the_execution_and_another_one_is_logged(
     session.append([1, 2, 3])
     session.save(tmp_path / "text.session")
     assert b'\\"execution\\": \\"native\\"' in (tmp_path / "text.session").read_bytes()
+    caplog.clear()  # of the messages about native code, if the level is already INFO
     with caplog.at_level(logging.INFO, "llama"):
         one.load_session(tmp_path / "text.session", Ids())  # type: ignore[arg-type]
         assert not caplog.text
