@@ -5,9 +5,14 @@ from typing import Any, Literal, TypedDict
 
 from llama.host.machine import DTYPES
 
-# The quantized weights of each engine: int8 and int4 are our own layouts, or llama.cpp's Q8_0 and Q4_0; stored are
+# The quantized weights of each engine: int8 and int4 are our own layouts, or a peer's Q8_0 and Q4_0; stored are
 # those of a .gguf file, and mapped the same left in that file, which is `load`'s repack=False.
-QUANTIZED_BY = {"llama": ("int8", "int4", "stored", "mapped"), "llama.cpp": ("int8", "int4", "stored")}
+QUANTIZED_BY = {
+    "llama": ("int8", "int4", "stored", "mapped"),
+    "llama.cpp": ("int8", "int4", "stored"),
+    "openvino": ("int8", "int4", "stored"),
+}
+ALWAYS_CACHED = ("llama.cpp", "openvino")  # engines that cannot run without their cache
 
 
 class Modes(TypedDict):
@@ -134,7 +139,12 @@ class Cell:
     @property
     def cache_itemsize(self) -> int:
         """Bytes of a number in the KV cache; llama.cpp's default beside quantized weights is fp16."""
-        return 2 if self.engine != "llama" and self.quantize else self.itemsize
+        return 2 if self.engine == "llama.cpp" and self.quantize else self.itemsize
+
+    @property
+    def has_rounded_weights(self) -> bool:
+        """Whether the weights are not the model's in the cell's dtype; OpenVINO reads no floats but F16."""
+        return self.quantize is not None or (self.engine == "openvino" and self.dtype != "fp16")
 
     @property
     def layout(self) -> str | None:

@@ -84,11 +84,11 @@ def first_divergence(cached: Sequence[Sequence[int]], uncached: Sequence[Sequenc
 def compare_engines(report: Report) -> None:
     """Note for each cell of a peer whether it made the tokens that our plain path made of the same prompts.
 
-    Quantized weights are other weights, so they are not compared.
+    Rounded weights are other weights, so they are not compared.
     """
 
     made = [(cell_of(report, row), row) for row in rows_of(report, "cell") if row.get("ids")]
-    whole = [(cell, row) for cell, row in made if cell.quantize is None]
+    whole = [(cell, row) for cell, row in made if not cell.has_rounded_weights]
     own = [(cell, row) for cell, row in whole if cell.engine == "llama"]
     ours = {cell.workload: row["ids"] for cell, row in sorted(own, key=lambda pair: pair[1]["path"] == "plain")}
     for cell, row in whole:

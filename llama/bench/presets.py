@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.args import ModelArgs
-from llama.bench.cell import Cell, read_engine
+from llama.bench.cell import ALWAYS_CACHED, Cell, read_engine
 from llama.bench.run.cache_kind import QUESTION, SECRET, STEPS
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.memory_ledger import check_length
@@ -141,7 +141,7 @@ def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
 
 
 def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
-    """Return the base cell and one for each engine, with the cache on and off; llama.cpp cannot run without its cache.
+    """Return the base cell and one for each engine, with the cache on and, if the engine can run without it, off.
 
     Raises ValueError for an engine that is named twice.
     """
@@ -150,7 +150,7 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
         if variant in found:
             raise ValueError(f"{variant.name} would be in the table twice; name every engine once")
         found.append(variant)
-    return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine != "llama.cpp"]
+    return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine not in ALWAYS_CACHED]
 
 
 def kind_cells(
@@ -236,7 +236,7 @@ def table_groups(report: Report, known: Calibration, room: Callable[[], float]) 
     seen = set()
     for place, cell in enumerate(cells):
         # Random weights find all tokens about equally likely.
-        if cell.quantize is None or cell.model in RELEASED or cell.rounding in seen:
+        if not cell.has_rounded_weights or cell.model in RELEASED or cell.rounding in seen:
             continue
         seen.add(cell.rounding)
         length = min(AGREED_ON, known.max_seq_len - 1)

@@ -4,6 +4,7 @@ The gguf package writes the header and rounds to quantised types. Tensors that a
 No tensor is in memory as a whole.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -133,10 +134,14 @@ def _rope_divisors(args: ModelArgs) -> Tensor | None:
 
 def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: Mapping[str, Any]) -> None:
     from gguf import GGUFWriter
-    from gguf.constants import GGMLQuantizationType
+    from gguf.constants import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
     architecture = family_of(args).name
     own = {f"{architecture}.{key}": value for key, value in (_sizes(args) | _scaling(args.rope_scaling)).items()}
+    [(most, _)] = Counter(part.kind for part in parts if len(part.weight.shape) > 1).most_common(1)
+    own["general.file_type"] = int(LlamaFileType[("ALL_" if most == "F32" else "MOSTLY_") + most])
+    if most not in _FLOATS:
+        own["general.quantization_version"] = GGML_QUANT_VERSION
     writer = GGUFWriter(path, architecture)
     try:
         for key, value in (own | dict(metadata)).items():

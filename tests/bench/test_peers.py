@@ -13,10 +13,13 @@ from fakes import Bytes
 from oracles import kv_nbytes, tiny_args, tiny_model
 
 from llama.args import RopeScaling
+from llama.bench.cell import Cell
 from llama.bench.run import transformers_engine
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
-from llama.bench.run.peers import check_engine
+from llama.bench.run.models import open_engine
+from llama.bench.run.openvino_engine import OpenVinoEngine
+from llama.bench.run.peers import PEERS, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint.export import huggingface_config
 from llama.model import Transformer
@@ -25,17 +28,19 @@ OUTPUT_LEN = 6
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2], [1, 1, 2, 3, 5, 8, 13]]
 RAGGED = [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:5]]
 NATIVE = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96}  # whole blocks of 32 weights
+MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}
+CAPABILITIES = "OPTIMIZATION_CAPABILITIES"  # OpenVINO's name of a property
 MARGIN = 1e-3  # between the two largest logits, which are of the order of 10; float32 sums differ by 1e-5 there
 
 
 def model_of(**changes: Any) -> Transformer:
-    return tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32)
+    """Return a model whose weights fp16 represents exactly, because OpenVINO gets them in F16."""
+    return tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32).half().float()
 
 
-@pytest.fixture(params=["transformers", "llama.cpp"])
+@pytest.fixture(params=PEERS)
 def name(request: pytest.FixtureRequest) -> str:
-    if request.param == "llama.cpp":
-        pytest.importorskip("llama_cpp")
+    pytest.importorskip(MODULES[request.param])
     return str(request.param)
 
 
@@ -47,7 +52,7 @@ def model() -> Transformer:
 def peer_of(name: str, model: Transformer, *, quantize: str | None = None) -> Engine:
     if name == "transformers":
         return TransformersEngine(model, Bytes())
-    return LlamaCppEngine.of(model, Bytes(), quantize=quantize)
+    return (LlamaCppEngine if name == "llama.cpp" else OpenVinoEngine).of(model, Bytes(), quantize=quantize)
 
 
 @pytest.fixture
@@ -84,6 +89,10 @@ def assert_timed(run: Run, tokens: int) -> None:
 )
 def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> None:
     model = model_of(**changes)
+    if name == "openvino" and "rope_scaling" in changes:
+        with pytest.raises(ValueError, match="OpenVINO ignores the RoPE scaling"):
+            peer_of(name, model)
+        return
     engine = peer_of(name, model)
     for prompts in (PROMPTS, PROMPTS[1:2], RAGGED):
         expected = ours(model, prompts)
@@ -94,6 +103,10 @@ def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> 
 
 def test_conversations_keep_their_cache_and_choose_our_tokens(name: str) -> None:
     model = model_of()
+    if name == "openvino":
+        with pytest.raises(ValueError, match="leave it out of --preset chat"):
+            peer_of(name, model).conversation(40, kv_caching=True)
+        return
     ours, peer = (open_engine.conversation(40, kv_caching=True) for open_engine in
                   (LlamaEngine(model, Bytes()), peer_of(name, model)))  # fmt: skip
     text = list(range(3, 23))
@@ -108,8 +121,9 @@ def test_conversations_keep_their_cache_and_choose_our_tokens(name: str) -> None
 def test_transformers_has_conversations_without_a_cache(name: str) -> None:
     model = model_of()
     peer = peer_of(name, model)
-    if name == "llama.cpp":
-        for call in (partial(peer.conversation, 40), partial(peer.run, PROMPTS, 1)):
+    if name != "transformers":
+        calls = [partial(peer.conversation, 40)] if name == "llama.cpp" else []
+        for call in (*calls, partial(peer.run, PROMPTS, 1)):
             with pytest.raises(ValueError, match=r"cannot run without its cache; use --engine transformers"):
                 call(kv_caching=False)
         return
@@ -126,6 +140,10 @@ def test_llama_cpp_makes_our_ids_from_divisors() -> None:
 
 def test_peers_compute_in_the_dtype_of_the_model(name: str) -> None:
     model = model_of().to(torch.bfloat16)
+    if name == "openvino" and "BF16" not in check_engine(name).openvino.Core().get_property("CPU", CAPABILITIES):
+        with pytest.raises(ValueError, match=r"does not compute in bf16 on this CPU; use --dtype fp32"):
+            peer_of(name, model)
+        return
     run = peer_of(name, model).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(PROMPTS)
     if name == "transformers":
@@ -152,6 +170,28 @@ def test_llama_cpp_quantizes_the_weights_itself_and_says_so(
     assert engine.weights_bytes == layers * block // 32 + ends + norms
     run = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("quantize", "name", "block"), [("int8", "Q8_0", 34), ("int4", "Q4_0", 18)])
+def test_openvino_gets_rounded_weights_and_names_them(quantize: str, name: str, block: int) -> None:
+    """Blocks of 32 weights in so many bytes; with int4 the embedding and the head have 8 bits."""
+    pytest.importorskip("openvino_genai")
+    engine = peer_of("openvino", tiny_model(tiny_args(**NATIVE), dtype=torch.float32), quantize=quantize)
+    assert f", {name} weights, INFERENCE_PRECISION_HINT=f32, KV_CACHE_PRECISION=f32, DYNAMIC_QUANT" in engine.path
+    layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
+    assert engine.weights_bytes == layers * block // 32 + 2 * 40 * 64 * 34 // 32 + 5 * 64 * 4
+    run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
+    assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(RAGGED)
+
+
+@pytest.mark.slow
+def test_openvino_reads_the_demos_file() -> None:
+    pytest.importorskip("openvino_genai")
+    cell = Cell(engine="openvino", quantize="stored", batch_size=2, input_len=8, output_len=3)
+    engine = open_engine(cell).engine
+    run = engine.run([[504, 3575, 282]] * 2, 3, kv_caching=True)
+    assert [len(row) for row in run.ids] == [3, 3]
+    assert "stored weights" in engine.path
 
 
 # ---- what was seen of them -------------------------------------------------------------------------------------------
@@ -204,7 +244,10 @@ def test_a_run_leaves_no_hooks_and_no_trace_in_the_next(engine: Engine) -> None:
 def test_an_engine_describes_itself(engine: Engine, name: str, model: Transformer) -> None:
     assert engine.path.startswith(name)
     assert engine.args == model.args
-    assert engine.weights_bytes == LlamaEngine(model, Bytes()).weights_bytes
+    half = 2 if name == "openvino" else 1  # of the matrices: its norms stay in F32
+    vectors = sum(weight.nbytes for weight in model.parameters() if weight.ndim == 1)
+    whole = LlamaEngine(model, Bytes()).weights_bytes
+    assert engine.weights_bytes == (whole - vectors) // half + vectors
     assert engine.decode(engine.encode("hat")) == "<bos>hat"
 
 
@@ -214,12 +257,13 @@ def test_transformers_shares_the_weights(model: Transformer) -> None:
     assert {tensor.device.type for tensor in [*theirs.parameters(), *theirs.buffers()]} == {"cpu"}
 
 
-def test_the_file_of_llama_cpp_is_deleted_with_its_engine(
-    model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["llama.cpp", "openvino"])
+def test_the_file_of_an_engine_is_deleted_with_it(
+    name: str, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("llama_cpp")
+    pytest.importorskip(MODULES[name])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    engine = LlamaCppEngine.of(model, Bytes())
+    engine = peer_of(name, model)
     assert len(list(tmp_path.glob("*/model.gguf"))) == 1
     del engine
     assert list(tmp_path.iterdir()) == []
@@ -230,19 +274,16 @@ def test_the_file_of_llama_cpp_is_deleted_with_its_engine(
 
 
 def test_an_unknown_engine_is_rejected_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"engine='vllm' is not known; the peers are transformers and llama\.cpp"):
+    with pytest.raises(ValueError, match=r"'vllm' is not known; the peers are transformers, llama\.cpp, openvino"):
         check_engine("vllm")
 
 
-@pytest.mark.parametrize(
-    ("engine", "module", "package"),
-    [("transformers", "transformers", "transformers"), ("llama.cpp", "llama_cpp", "llama-cpp-python")],
-)
-def test_a_missing_package_is_named_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, engine: str, module: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    words = f'--engine {engine} needs {package}, which is not installed: pip install -c constraints.txt -e ".[peers]"'
+@pytest.mark.parametrize("engine", PEERS)
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    monkeypatch.setitem(sys.modules, MODULES[engine], None)
+    words = (
+        f'--engine {engine} needs {PEERS[engine]}, which is not installed: pip install -c constraints.txt -e ".[peers]"'
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         check_engine(engine)
 

@@ -108,10 +108,11 @@ def test_presets_measure_at_the_sizes_that_the_documentation_names() -> None:
 
 
 def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
-    names = [cell.name for cell in table_cells(Cell(), ["transformers", "llama.cpp"])]
-    assert len(names) == 15  # three batches of ours and transformers' in two modes, llama.cpp's in one
-    assert "llama.cpp, batch 8, cache on" in names
-    assert "llama.cpp, batch 8, cache off" not in names
+    names = [cell.name for cell in table_cells(Cell(), ["transformers", "llama.cpp", "openvino"])]
+    assert len(names) == 18  # three batches of ours and transformers' in two modes, the others' in one
+    for name in ("llama.cpp", "openvino"):
+        assert f"{name}, batch 8, cache on" in names
+        assert f"{name}, batch 8, cache off" not in names
     assert "transformers, batch 8, cache off" in names
 
 

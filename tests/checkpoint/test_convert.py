@@ -20,6 +20,7 @@ from checkpoints import (
 )
 from commands import Command
 from gguf import GGMLQuantizationType as Kind
+from gguf import LlamaFileType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
@@ -81,6 +82,9 @@ def test_a_converted_checkpoint_is_the_packages_rounding_of_the_source(form: str
     )
     for name, weight in weights.items():
         assert torch.equal(model.get_parameter(name), rounded(name, weight, kind)), name
+    facts = read_gguf_header(tmp_path / "out.gguf").metadata
+    assert LlamaFileType(facts["general.file_type"]).name.partition("_")[2] == kind.name  # OpenVINO needs the key
+    assert facts.get("general.quantization_version") == (2 if kind.name.startswith("Q") else None)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -18,6 +18,7 @@ from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
+from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
@@ -164,10 +165,13 @@ def _engine_of(cell: Cell, source: Source) -> Engine:
         return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
     if cell.engine == "transformers":
         return TransformersEngine(source.build(), source.tokenizer)
-    if cell.quantize == "stored":
-        assert source.file is not None
+    if cell.quantize != "stored":
+        peer = LlamaCppEngine if cell.engine == "llama.cpp" else OpenVinoEngine
+        return peer.of(source.build(), source.tokenizer, quantize=cell.quantize)
+    assert source.file is not None
+    if cell.engine == "llama.cpp":
         return LlamaCppEngine(source.file, source.args, source.tokenizer, weights="stored")
-    return LlamaCppEngine.of(source.build(), source.tokenizer, quantize=cell.quantize)
+    return OpenVinoEngine(source.file, source.args, source.tokenizer, weights="stored", dtype=source.dtype)
 
 
 def random_model(

@@ -2,20 +2,24 @@
 
 from typing import Any
 
-PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python"}  # each with its package
+PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python", "openvino": "openvino-genai"}
 
 
 def check_engine(engine: str) -> Any:
     """Return an engine's module. Raises ValueError if its name is unknown or its package is not installed."""
     if engine not in PEERS:
-        raise ValueError(f"engine={engine!r} is not known; the peers are {' and '.join(PEERS)}")
+        raise ValueError(f"engine={engine!r} is not known; the peers are {', '.join(PEERS)}")
     try:
         if engine == "transformers":
             import transformers
 
             return transformers
-        import llama_cpp
+        if engine == "llama.cpp":
+            import llama_cpp
+
+            return llama_cpp
+        import openvino_genai
     except ModuleNotFoundError as error:
         remedy = 'pip install -c constraints.txt -e ".[peers]"'
         raise ValueError(f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}") from error
-    return llama_cpp
+    return openvino_genai
