@@ -97,7 +97,7 @@ MAY_IMPORT = {
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/gpu/": (f"{CORE} bench costs exact fast host quant", "torch"),
     "llama/bench/run/directory.py": ("bench", ""),
-    "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai"),
+    "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai vllm"),
     "llama/bench/run/transformers_engine.py": ("args bench checkpoint model request streaming", "torch"),
     "llama/bench/run/worker.py": (f"{CORE} bench host quality quant watch", "torch"),
     "llama/bench/run/": (

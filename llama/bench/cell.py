@@ -12,7 +12,7 @@ QUANTIZED_BY = {
     "llama.cpp": ("int8", "int4", "stored"),
     "openvino": ("int8", "int4", "stored"),
 }
-ALWAYS_CACHED = ("llama.cpp", "openvino")  # engines that cannot run without their cache
+ALWAYS_CACHED = ("llama.cpp", "openvino", "vllm")  # engines that cannot run without their cache
 
 
 class Modes(TypedDict):

@@ -83,7 +83,7 @@ def test_a_rehearsal_passes_all_checks_and_says_what_is_next(rehearse: Rehearse)
     assert "rehearsed on a CPU: no figure here says anything about a GPU" in page
     assert "**Next: whole generations, memory and peers:**" in page[: page.index("**Checks**")]
     assert report["command"] in page
-    for fact in ("commit", "cpu", "torch", "best read bandwidth that was seen"):
+    for fact in ("cpu", "torch", "best read bandwidth that was seen"):
         assert f"| {fact} |" in page
 
 

@@ -21,6 +21,7 @@ from llama.bench.run.models import open_engine
 from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.peers import PEERS, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
+from llama.bench.run.vllm_engine import VllmEngine
 from llama.checkpoint.export import huggingface_config
 from llama.model import Transformer
 
@@ -28,7 +29,7 @@ OUTPUT_LEN = 6
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2], [1, 1, 2, 3, 5, 8, 13]]
 RAGGED = [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:5]]
 NATIVE = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96}  # whole blocks of 32 weights
-MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai"}
+MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm"}
 CAPABILITIES = "OPTIMIZATION_CAPABILITIES"  # OpenVINO's name of a property
 MARGIN = 1e-3  # between the two largest logits, which are of the order of 10; float32 sums differ by 1e-5 there
 
@@ -38,7 +39,7 @@ def model_of(**changes: Any) -> Transformer:
     return tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32).half().float()
 
 
-@pytest.fixture(params=PEERS)
+@pytest.fixture(params=[engine for engine in PEERS if engine != "vllm"])  # which compiles for minutes
 def name(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(MODULES[request.param])
     return str(request.param)
@@ -185,6 +186,23 @@ def test_openvino_gets_rounded_weights_and_names_them(quantize: str, name: str, 
 
 
 @pytest.mark.slow
+def test_vllm_makes_our_ids_and_finds_the_most_likely_ones() -> None:
+    """In one test, because it loads and compiles the model for each size of a batch."""
+    pytest.importorskip("vllm")
+    model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
+    engine, own = VllmEngine(model, Bytes()), LlamaEngine(model, Bytes())
+    run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
+    assert run.ids == ours(model, RAGGED)
+    assert run.fed == [(3, 7)] + [(3, 1)] * (OUTPUT_LEN - 1)
+    assert_timed(run, OUTPUT_LEN)
+    assert engine.run(RAGGED, OUTPUT_LEN, kv_caching=True, steps=2).ids == [row[:2] for row in run.ids]
+    assert engine.most_likely(PROMPTS[0])[0] == own.most_likely(PROMPTS[0])[0]
+    assert engine.path.endswith(", fp32")
+    with pytest.raises(ValueError, match="vLLM cannot run without its cache"):
+        engine.run(PROMPTS, 1, kv_caching=False)
+
+
+@pytest.mark.slow
 def test_openvino_reads_the_demos_file() -> None:
     pytest.importorskip("openvino_genai")
     cell = Cell(engine="openvino", quantize="stored", batch_size=2, input_len=8, output_len=3)
@@ -274,16 +292,16 @@ def test_the_file_of_an_engine_is_deleted_with_it(
 
 
 def test_an_unknown_engine_is_rejected_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"'vllm' is not known; the peers are transformers, llama\.cpp, openvino"):
-        check_engine("vllm")
+    with pytest.raises(ValueError, match=r"the peers are transformers, llama\.cpp, openvino, vllm"):
+        check_engine("exllama")
 
 
 @pytest.mark.parametrize("engine", PEERS)
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     monkeypatch.setitem(sys.modules, MODULES[engine], None)
-    words = (
-        f'--engine {engine} needs {PEERS[engine]}, which is not installed: pip install -c constraints.txt -e ".[peers]"'
-    )
+    remedy = "install both in an environment of their own, see docs/speed.md"
+    remedy = remedy if engine == "vllm" else 'pip install -c constraints.txt -e ".[peers]"'
+    words = f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}"
     with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
         check_engine(engine)
 

