@@ -186,6 +186,7 @@ def test_openvino_gets_rounded_weights_and_names_them(quantize: str, name: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # its packages have some
 def test_vllm_makes_our_ids_and_finds_the_most_likely_ones() -> None:
     """In one test, because it loads and compiles the model for each size of a batch."""
     pytest.importorskip("vllm")

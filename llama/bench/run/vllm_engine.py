@@ -14,8 +14,14 @@ from llama.host.machine import dtype_name
 from llama.model import Transformer
 from llama.streaming import TextCodec
 
-# vLLM reads these from the environment alone: one process, no report of usage, and the threads of this process.
-_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+# vLLM reads these from the environment alone: one process, no report of usage, the threads of this process, and a cache
+# of 4 GiB; without the last it wants nearly all of the machine's memory.
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+}
 
 
 class VllmEngine(BatchingEngine):
