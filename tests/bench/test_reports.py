@@ -512,6 +512,18 @@ def test_kinds_have_bytes_time_and_quality_of_one_length_in_one_row() -> None:
         assert rows_of(report_markdown(report), name)[-1][:3] == ["window:1024+4", "not measured", "not observed"]
 
 
+def test_of_many_kinds_only_those_that_none_beats_have_a_sentence() -> None:
+    report = caches_report()
+    lossy = [row for row in report["rows"] if row["figures"] == "quality" and row["cell"] in (1, 2)]
+    report["cells"] += [{**report["cells"][1], "kv_cache": f"other {number}"} for number in range(3)]
+    for number, row in enumerate((lossy[0], lossy[1], lossy[1]), 5):  # int8 with less quality, and int4 twice
+        worse = {"top1_agreement": row["top1_agreement"] - 0.01, "cache_bytes": row["cache_bytes"] + number}
+        report["rows"] += [{**row, **worse, "cell": number}, {**cell_row(report, 1), "cell": number}]
+    said = findings(report)
+    assert [words.split()[0] for words in said] == ["int4", "int8", "window:1024+4", "Another"]
+    assert said[-1].endswith("better in one, for each of: other 0, other 1, other 2.")
+
+
 def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() -> None:
     figure = figures(caches_report())["kinds"]
     assert heading(figure) == "int4 stores 0.17 of the bytes of static and differs at 3.61% of the tokens"

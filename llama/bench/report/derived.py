@@ -122,3 +122,12 @@ def exponent(times: Sequence[tuple[int, float]]) -> float:
     longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
     logs = [[math.log(value) for value in values] for values in zip(*longer, strict=True)]
     return statistics.linear_regression(*logs).slope
+
+
+def unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
+    """Return the places for which no other has a lower cost and a loss that is not higher, from low to high cost."""
+    found: list[int] = []
+    for place in sorted(range(len(costs)), key=lambda place: (costs[place], losses[place])):
+        if not found or losses[place] < losses[found[-1]]:
+            found.append(place)
+    return found

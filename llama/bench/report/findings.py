@@ -5,11 +5,13 @@ from typing import Any
 
 from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
-from llama.bench.report.derived import crossovers, growth, saved
+from llama.bench.report.derived import crossovers, growth, saved, unbeaten
 from llama.bench.report.tables import comparison_words, kind_rows, ways_of
 from llama.bench.schema import Report, cell_row, rows_of
 from llama.bench.statistics import median_of
 from llama.costs import MB
+
+_MOST_KINDS = 4  # lossy kinds of cache that have a sentence each
 
 
 def findings(report: Report) -> list[str]:
@@ -85,10 +87,16 @@ def in_seconds(seconds: float) -> str:
 
 
 def _kinds(report: Report) -> Iterator[str]:
-    rows, full = kind_rows(report), report["cells"][0]["kv_cache"]
+    """Yield a sentence for each lossy kind; if they are many, only for those that none beats in bytes and tokens."""
+    known, full = [row for row in kind_rows(report) if row["of_full"] is not None], report["cells"][0]["kv_cache"]
+    rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
+    if len(rows) > _MOST_KINDS:
+        judged = [row for row in known if row["judged"]]
+        sizes, losses = [row["of_full"] for row in judged], [1 - row["top1_agreement"] for row in judged]
+        best = [judged[place] for place in unbeaten(sizes, losses)]
+        beaten = [row["kind"] for row in rows if row["judged"] and row not in best]
+        rows = [row for row in best if row in rows] + [row for row in rows if not row["judged"]]
     for row in rows:
-        if cell_row(report, row["cell"]).get("lossless") or row["of_full"] is None:
-            continue
         words = f"{row['kind']} stores {row['of_full']:.2f} of the bytes of {full} at {row['context']:,} tokens"
         if row["judged"]:
             words += (
@@ -97,6 +105,8 @@ def _kinds(report: Report) -> Iterator[str]:
             yield f"{words}; the mean KL divergence is {row['mean_kl']:.2g} nats."
         else:
             yield f"{words}; its quality is {NOT_JUDGED}: it has dropped or compressed nothing there."
+    if beaten:
+        yield f"Another kind is as good in bytes and tokens, and better in one, for each of: {', '.join(beaten)}."
 
 
 def _turns(report: Report) -> Iterator[str]:

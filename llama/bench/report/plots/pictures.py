@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator
 from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED, megabytes
 from llama.bench.report.contents import NOISY, is_noisy
-from llama.bench.report.derived import crossovers, growth, saved, step_groups
+from llama.bench.report.derived import crossovers, growth, saved, step_groups, unbeaten
 from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
@@ -201,7 +201,7 @@ def draw_pareto(report: Report) -> Figure | None:
     other = [100 * (1 - row["top1_agreement"]) for row in rows]
     panels = (("KV cache, MB", [row["cache_bytes"] / MB for row in rows]),
               ("time per token, ms", [1e3 * statistics.median(row["step_seconds"]) for row in rows]))  # fmt: skip
-    best = [rows[place]["kind"] for place in _unbeaten(panels[0][1], other)]
+    best = [rows[place]["kind"] for place in unbeaten(panels[0][1], other)]
     words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and tokens"
     tall = max(3.6, 0.8 + 0.24 * len(rows))
     below = f"one row of {rows[0]['context']:,} tokens; lower and further left is better; line: kinds that none beats"
@@ -209,7 +209,7 @@ def draw_pareto(report: Report) -> Figure | None:
     for ax, (name, values) in zip(axes, panels, strict=True):
         ax.set_yscale("symlog", linthresh=0.1)
         ax.scatter(values, other, s=26, color=palette.CACHE.light, zorder=3)
-        front = _unbeaten(values, other)
+        front = unbeaten(values, other)
         ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.FAINT.light, lw=1)
         ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
         ax.yaxis.set_major_formatter("{x:g}")
@@ -223,15 +223,6 @@ def draw_pareto(report: Report) -> Figure | None:
         axes[1].annotate("", *ends, textcoords="axes fraction", arrowprops=thin)
         axes[1].text(1.06, at, rows[place]["kind"], transform=axes[1].transAxes, va="center")
     return figure
-
-
-def _unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Return the places for which no other has a lower cost and a loss that is not higher, from low to high cost."""
-    found: list[int] = []
-    for place in sorted(range(len(costs)), key=lambda place: (costs[place], losses[place])):
-        if not found or losses[place] < losses[found[-1]]:
-            found.append(place)
-    return found
 
 
 def _job(report: Report, grouped: Sequence[Sequence[CellView]] = ()) -> str:
