@@ -58,7 +58,7 @@ class OpenVinoEngine(BatchingEngine):
         self._pipeline = self._open(prefix_caching=False)
         path = f"openvino-genai {self._genai.__version__.partition('-')[0]}, {weights} weights, "
         path += f"INFERENCE_PRECISION_HINT={self._precision}, KV_CACHE_PRECISION={self._precision}"
-        if weights != "F16":  # 0, or so many activations share a scale where the CPU has products of 8 bits
+        if weights != "F16":  # activations per scale, if the CPU multiplies 8-bit numbers; 0 does not round them
             group = core.get_property("CPU", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
             path += f", DYNAMIC_QUANTIZATION_GROUP_SIZE={group}"
         nbytes = sum(tensor.nbytes for tensor in read_gguf_header(file, arrays=()).tensors.values())

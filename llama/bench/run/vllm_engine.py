@@ -2,9 +2,8 @@
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from llama.bench.run.batching_engine import BatchingEngine
 from llama.bench.run.engines import Prompts, stored_weight_bytes
@@ -63,28 +62,14 @@ class VllmEngine(BatchingEngine):
 
     def steps(self, prompts: Prompts, output_len: int) -> Iterator[list[list[int]]]:
         """Yield the tokens that each step made; see `BatchingEngine`."""
-        done = [0] * len(prompts)
-        for outputs in self._outputs(prompts, max_tokens=output_len):
-            new: list[list[int]] = [[] for _ in prompts]
-            for output in outputs:
-                row = int(output.request_id)
-                made = output.outputs[0].token_ids
-                new[row], done[row] = list(made[done[row] :]), len(made)
-            yield new
-
-    def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
-        """Return the most likely token after every position of a text, and what executed the forwards."""
-        self.prepare([ids])
-        [output] = [one for outputs in self._outputs([ids], max_tokens=1, prompt_logprobs=1) for one in outputs]
-        scored = output.prompt_logprobs[1:]  # of the tokens that follow the first
-        likely = [next(id for id, found in each.items() if found.rank == 1) for each in scored]
-        return [*likely, output.outputs[0].token_ids[0]], self.path
-
-    def _outputs(self, prompts: Prompts, **wanted: Any) -> Iterator[Any]:
-        """Yield the outputs of each step for these prompts, greedy and past any end-of-text."""
         assert self._engine is not None
-        greedy = self._vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **wanted)
+        greedy = self._vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         for row, ids in enumerate(prompts):
             self._engine.add_request(str(row), {"prompt_token_ids": list(ids)}, greedy)
+        done = [0] * len(prompts)
         while self._engine.has_unfinished_requests():
-            yield self._engine.step()
+            new: list[list[int]] = [[] for _ in prompts]
+            for output in self._engine.step():
+                row, made = int(output.request_id), output.outputs[0].token_ids
+                new[row], done[row] = list(made[done[row] :]), len(made)
+            yield new
