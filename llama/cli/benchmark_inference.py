@@ -78,8 +78,7 @@ def main(
         text: A real prompt, the same in all rows, instead of random ids.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: Another engine on the same weights and prompts, or with modes: transformers, llama.cpp:int8, openvino,
-            llama:fast.
+        engine: Another engine on the same weights and prompts, or with modes: openvino, llama.cpp:int8, llama:fast.
             The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
             several, by default all.

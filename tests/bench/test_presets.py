@@ -278,7 +278,7 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
         (["--input_len", "8190"], "passes the model's max_seq_len=8192"),
         (["--batch_size", "1000000"], "does not fit: weights"),
         (["--text", "a", "--input_len", "3"], "leave out --input_len"),
-        (["--engine", "vllm"], "engine='vllm' is not known"),
+        (["--engine", "exllama"], "engine='exllama' is not known"),
         (["--kv_cache", "lru"], "is not a known kind of cache"),
         (["--kv_cache", "int8", "--kv_cache", "int4"], "--kv_cache: a cell has one kind of cache"),
         (["--preset", "caches", "--kv_cache", "int8", "--kv_cache", "window:4+9"], "smaller than its 9 sinks"),
