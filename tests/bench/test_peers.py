@@ -292,7 +292,8 @@ def test_the_file_of_an_engine_is_deleted_with_it(
 
 
 def test_an_unknown_engine_is_rejected_with_a_list() -> None:
-    with pytest.raises(ValueError, match=r"the peers are transformers, llama\.cpp, openvino, vllm"):
+    words = r"engine='exllama' is not known; the peers are transformers, llama\.cpp, openvino, vllm"
+    with pytest.raises(ValueError, match=words):
         check_engine("exllama")
 
 

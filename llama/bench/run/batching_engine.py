@@ -4,7 +4,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from llama.bench.run.engines import Conversation, Engine, Prompts, Run
+from llama.bench.run.engines import Conversation, Engine, Prompts, Run, check_cached
 from llama.request import make_request
 
 
@@ -29,8 +29,7 @@ class BatchingEngine(Engine):
 
     def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         """Continue every prompt; see `Engine`. `steps` reserve nothing. Raises ValueError without the cache."""
-        if not kv_caching:
-            raise ValueError(f"kv_caching=False: {self.name} cannot run without its cache; use --engine transformers")
+        check_cached(self.name, kv_caching)
         prompts = make_request(self.args, kv_caching, prompts, output_len, (), {}).prompts
         self.prepare(prompts)
         run = Run(ids=[[] for _ in prompts])

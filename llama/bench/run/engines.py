@@ -90,6 +90,18 @@ def cached_prefix(cached: Sequence[int], ids: Sequence[int]) -> int:
     return min(common_beginning(cached, ids), len(ids) - 1)
 
 
+def check_cached(name: str, kv_caching: bool) -> None:
+    """Raise ValueError without the cache, for an engine that always has it."""
+    if not kv_caching:
+        raise ValueError(f"kv_caching=False: {name} cannot run without its cache; use --engine transformers")
+
+
+def check_on_cpu(name: str, model: Transformer) -> None:
+    """Raise ValueError unless the model, whose weights an engine is to get, is on the CPU."""
+    if model.device.type != "cpu":
+        raise ValueError(f"the model is on {model.device}, and {name} is run on the CPU here; use --device cpu")
+
+
 def stored_weight_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights; weights that share their memory count once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}

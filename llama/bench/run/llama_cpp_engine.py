@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from llama.args import ModelArgs
-from llama.bench.run.engines import SCORED, Conversation, Engine, Prompts, Run, cached_prefix
+from llama.bench.run.engines import (
+    SCORED,
+    Conversation,
+    Engine,
+    Prompts,
+    Run,
+    cached_prefix,
+    check_cached,
+    check_on_cpu,
+)
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
@@ -65,8 +74,7 @@ class LlamaCppEngine(Engine):
         `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are.
         """
         api = check_engine("llama.cpp")
-        if model.device.type != "cpu":
-            raise ValueError(f"the model is on {model.device}, and llama.cpp is run on the CPU here; use --device cpu")
+        check_on_cpu("llama.cpp", model)
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"
             save_gguf(model, file)
@@ -79,7 +87,7 @@ class LlamaCppEngine(Engine):
 
     def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         """Continue every prompt; see `Engine`. Raises ValueError without the cache, which llama.cpp always has."""
-        _check_cached(kv_caching)
+        check_cached("llama.cpp", kv_caching)
         request = make_request(self.args, kv_caching, prompts, output_len, (), {})
         run = Run(ids=[[] for _ in prompts])
         fed, starts = request.prompts, [0] * len(prompts)
@@ -107,7 +115,7 @@ class LlamaCppEngine(Engine):
 
     def conversation(self, length: int, *, kv_caching: bool) -> "LlamaCppConversation":
         """Return an empty text; see `Engine`."""
-        _check_cached(kv_caching)
+        check_cached("llama.cpp", kv_caching)
         return LlamaCppConversation(self, length)
 
     def forward(
@@ -185,11 +193,6 @@ class LlamaCppConversation(Conversation):
 
     def close(self) -> None:
         self._stack.close()
-
-
-def _check_cached(kv_caching: bool) -> None:
-    if not kv_caching:
-        raise ValueError("kv_caching=False: llama.cpp cannot run without its cache; use --engine transformers")
 
 
 def _quantized(api: ModuleType, file: Path, quantize: str) -> Path:

@@ -11,7 +11,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.bench.run.batching_engine import BatchingEngine
-from llama.bench.run.engines import Prompts
+from llama.bench.run.engines import Prompts, check_on_cpu
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.base import Weight
 from llama.checkpoint.gguf_writer import planned, write_gguf
@@ -67,8 +67,7 @@ class OpenVinoEngine(BatchingEngine):
     @classmethod
     def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "OpenVinoEngine":
         """Return an engine with the weights rounded to F16, or with `quantize` to Q8_0 (int8) or Q4_0 (int4)."""
-        if model.device.type != "cpu":
-            raise ValueError(f"the model is on {model.device}, and OpenVINO is run on the CPU here; use --device cpu")
+        check_on_cpu("OpenVINO", model)
         check_engine("openvino")
         kind, args = _FILE_TYPES[quantize], model.args
         with ExitStack() as stack:

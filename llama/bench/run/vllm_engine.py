@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
 from llama.bench.run.batching_engine import BatchingEngine
-from llama.bench.run.engines import Prompts, stored_weight_bytes
+from llama.bench.run.engines import Prompts, check_on_cpu, stored_weight_bytes
 from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_huggingface
 from llama.host.machine import dtype_name
@@ -30,8 +30,7 @@ class VllmEngine(BatchingEngine):
 
     def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
         """Write the weights, in their dtype, into a folder that exists as long as the engine."""
-        if model.device.type != "cpu":
-            raise ValueError(f"the model is on {model.device}, and vLLM is run on the CPU here; use --device cpu")
+        check_on_cpu("vLLM", model)
         os.environ.update(_SETTINGS)
         self._vllm = check_engine("vllm")
         folder = TemporaryDirectory(prefix="llama-kv-")
