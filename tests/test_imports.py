@@ -97,7 +97,8 @@ MAY_IMPORT = {
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/gpu/": (f"{CORE} bench costs exact fast host quant", "torch"),
     "llama/bench/run/directory.py": ("bench", ""),
-    "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai vllm"),
+    "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai onnxruntime_genai vllm"),
+    "llama/bench/run/onnxruntime_engine.py": ("bench checkpoint host model streaming", "torch tokenizers"),
     "llama/bench/run/transformers_engine.py": ("args bench checkpoint model request streaming", "torch"),
     "llama/bench/run/worker.py": (f"{CORE} bench host quality quant watch", "torch"),
     "llama/bench/run/": (

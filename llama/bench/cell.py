@@ -11,8 +11,9 @@ QUANTIZED_BY = {
     "llama": ("int8", "int4", "stored", "mapped"),
     "llama.cpp": ("int8", "int4", "stored"),
     "openvino": ("int8", "int4", "stored"),
+    "onnxruntime": ("int8", "int4"),
 }
-ALWAYS_CACHED = ("llama.cpp", "openvino", "vllm")  # engines that cannot run without their cache
+ALWAYS_CACHED = ("llama.cpp", "openvino", "onnxruntime", "vllm")  # engines that cannot run without their cache
 
 
 class Modes(TypedDict):

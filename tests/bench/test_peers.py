@@ -18,6 +18,7 @@ from llama.bench.run import transformers_engine
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.models import open_engine
+from llama.bench.run.onnxruntime_engine import OnnxRuntimeEngine
 from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.peers import PEERS, check_engine
 from llama.bench.run.transformers_engine import TransformersEngine
@@ -29,7 +30,14 @@ OUTPUT_LEN = 6
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2], [1, 1, 2, 3, 5, 8, 13]]
 RAGGED = [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:5]]
 NATIVE = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96}  # whole blocks of 32 weights
-MODULES = {"transformers": "transformers", "llama.cpp": "llama_cpp", "openvino": "openvino_genai", "vllm": "vllm"}
+MODULES = {
+    "transformers": "transformers",
+    "llama.cpp": "llama_cpp",
+    "openvino": "openvino_genai",
+    "onnxruntime": "onnxruntime_genai",
+    "vllm": "vllm",
+}
+SLOW_TO_BUILD = ("onnxruntime", "vllm")  # each has one test of its own
 CAPABILITIES = "OPTIMIZATION_CAPABILITIES"  # OpenVINO's name of a property
 MARGIN = 1e-3  # between the two largest logits, which are of the order of 10; float32 sums differ by 1e-5 there
 
@@ -39,7 +47,7 @@ def model_of(**changes: Any) -> Transformer:
     return tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32).half().float()
 
 
-@pytest.fixture(params=[engine for engine in PEERS if engine != "vllm"])  # which compiles for minutes
+@pytest.fixture(params=[engine for engine in PEERS if engine not in SLOW_TO_BUILD])
 def name(request: pytest.FixtureRequest) -> str:
     pytest.importorskip(MODULES[request.param])
     return str(request.param)
@@ -203,6 +211,52 @@ def test_vllm_makes_our_ids() -> None:
 
 
 @pytest.mark.slow
+def test_onnxruntime_makes_our_ids() -> None:
+    """Also if the id that ends a row is chosen: the run is repeated with another one."""
+    pytest.importorskip("onnxruntime_genai")
+    model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
+    engine = OnnxRuntimeEngine(model, Bytes())
+    expected = ours(model, RAGGED)
+    engine.prepare([[id for id in range(40) if id != expected[0][1]]])
+    run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
+    assert run.ids == expected
+    assert run.fed == [(3, 7)] + [(3, 1)] * (OUTPUT_LEN - 1)
+    assert_timed(run, OUTPUT_LEN)
+    assert engine.run(RAGGED, OUTPUT_LEN, kv_caching=True, steps=2).ids == [row[:2] for row in expected]
+    text = [*PROMPTS[0], *PROMPTS[1]]
+    with torch.inference_mode():
+        likely = model.with_kv_caching(False)(torch.tensor([text]))[0].argmax(-1)
+    assert engine.most_likely(text) == (likely.tolist(), engine.path)
+    assert engine.path.endswith(", fp32")
+    assert engine.weights_bytes > LlamaEngine(model, Bytes()).weights_bytes  # with its tables of angles
+    with pytest.raises(ValueError, match="ONNX Runtime needs an id that no prompt has"):
+        engine.run([list(range(20)), list(range(20, 40))], 1, kv_caching=True)
+    with pytest.raises(ValueError, match="ONNX Runtime cannot run without its cache"):
+        engine.run(PROMPTS, 1, kv_caching=False)
+    with pytest.raises(ValueError, match="leave it out of --preset chat"):
+        engine.conversation(40, kv_caching=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_onnxruntime_rounds_the_weights_itself_and_says_so(quantize: str) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    engine = OnnxRuntimeEngine(tiny_model(tiny_args(**NATIVE), dtype=torch.float32), Bytes(), quantize=quantize)
+    assert engine.path.endswith(f", {quantize} weights, accuracy_level=4")
+    run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
+    assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(RAGGED)
+
+
+def test_onnxruntime_names_what_it_cannot_convert(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime_genai")
+    with pytest.raises(ValueError, match=r"is run in fp32 here, not in bf16; use --dtype fp32"):
+        OnnxRuntimeEngine(model.to(torch.bfloat16), Bytes())
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(ValueError, match=r"the builder .* cannot convert the model: it ended without a message"):
+        OnnxRuntimeEngine(model.float(), Bytes())
+
+
+@pytest.mark.slow
 def test_openvino_reads_the_demos_file() -> None:
     pytest.importorskip("openvino_genai")
     cell = Cell(engine="openvino", quantize="stored", batch_size=2, input_len=8, output_len=3)
@@ -292,7 +346,7 @@ def test_the_file_of_an_engine_is_deleted_with_it(
 
 
 def test_an_unknown_engine_is_rejected_with_a_list() -> None:
-    words = r"engine='exllama' is not known; the peers are transformers, llama\.cpp, openvino, vllm"
+    words = r"engine='exllama' is not known; the peers are transformers, llama\.cpp, openvino, onnxruntime, vllm"
     with pytest.raises(ValueError, match=words):
         check_engine("exllama")
 

