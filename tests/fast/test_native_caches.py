@@ -38,7 +38,7 @@ from llama.kv_cache.quantized import QuantizedCache, hadamard, quantize, unpacke
 from llama.model import Transformer
 
 pytestmark = needs_a_compiler
-GROUPED = ("int8", "int4", "rotated:4+1", "rotated:k3v5+20", "rotated:k6v7+40", "kivi:2+7")
+GROUPED = ("int8", "int4", "rotated:4+1", "rotated:k3v5+20", "rotated:k6v7+40", "rotated:k5v2+20", "kivi:2+7")
 CACHES = (*GROUPED, "paged", "quest:64")
 TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
 
@@ -307,7 +307,8 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
                     wanted = quantize(groups.mT, bits=cache.key_bits, parts=1, group=group)
                 else:
                     groups = hadamard(groups.float()) if cache.rotates_values else groups
-                    wanted = quantize(groups, bits=cache.value_bits, parts=cache.value_parts, group=group)
+                    bits, parts = cache.value_bits, cache.value_parts
+                    wanted = quantize(groups, bits=bits, parts=parts, group=group, share=cache.value_share)
                 for part, numbers in zip(("scale", "zero", "codes"), (wanted[1], wanted[2], wanted[0]), strict=True):
                     assert torch.equal(cache.held()[f"{side}_{part}"][:, number], numbers), (number, side, part)
 

@@ -15,6 +15,8 @@ constexpr int AT_ONCE = 32;           // tokens whose keys are read at a time
 template <int ROWS>
 constexpr int VECTORS = LANES == 16 ? 2 : ROWS > 3 ? 2 : 4;
 
+constexpr float CLIPPED = 0.75f;      // as in quantized.py
+
 // How a quantised cache stores positions.
 struct Groups {
     Int key_bits, value_bits;
@@ -23,6 +25,9 @@ struct Groups {
     Int parts;           // of a token's values, each with a scale and a zero
     Int before_rope;     // 1: keys are stored before RoPE
     Int rotates_values;  // 1: values are quantised after `hadamard`
+
+    // The share of the range of a token's values that their codes cover.
+    float value_share() const { return rotates_values && value_bits == 2 ? CLIPPED : 1; }
 
     // The positions that a call at the position `end` reads quantised.
     Int quantized(Int end) const { return std::max<Int>(end - window, 0) / tokens * tokens; }
@@ -239,6 +244,19 @@ struct Steps {
         code = code < last ? code : last;
         return (ints)(code + ROUND) - 0x4b400000;  // to nearest, ties to even
     }
+
+    // Correct the scale and the zero, which all lanes share; see `_unbiased` in quantized.py.
+    void unbias(const float* numbers, const std::int32_t* codes, Int count, float middle) {
+        const float scale = widen(scales)[0], from_middle = widen(zeros)[0] - middle;
+        double squares = 0, products = 0;
+        for (Int i = 0; i < count; i++) {
+            const float x = numbers[i] - middle;
+            squares += x * x, products += x * (float(codes[i]) * scale + from_middle);
+        }
+        const float factor = products > 0 ? float(squares / products) : 1;
+        narrow(floats{} + scale * factor, scales);
+        narrow(floats{} + (middle + from_middle * factor), zeros);
+    }
 };
 
 // Pack codes, in runs, as `packed` in quantized.py does.
@@ -293,9 +311,17 @@ void make_values(const T* from, Int stride, Int d, const Groups& groups, Int sin
             const float* numbers = own + part * size;
             Range range{widen(numbers), widen(numbers)};
             for (Int c = LANES; c < size; c += LANES) range.add(widen(numbers + c));
-            const Steps steps(range.of_all(), groups.value_bits);
-            to.scale[part * tokens + token] = steps.scales[0], to.zero[part * tokens + token] = steps.zeros[0];
+            range = range.of_all();
+            const floats middle = (range.low + range.high) / 2.0f;
+            const bool clipped = groups.value_share() < 1;
+            if (clipped) {
+                const floats half = (range.high - range.low) / 2.0f * groups.value_share();
+                range = {middle - half, middle + half};
+            }
+            Steps steps(range, groups.value_bits);
             for (Int c = 0; c < size; c += LANES) store(codes + part * size + c, steps.codes(widen(numbers + c)));
+            if (clipped) steps.unbias(numbers, codes + part * size, size, middle[0]);
+            to.scale[part * tokens + token] = steps.scales[0], to.zero[part * tokens + token] = steps.zeros[0];
         }
         pack(codes, groups.value_bits, groups.run(d), d, to.codes + token * d * groups.value_bits / 8);
     }
