@@ -170,7 +170,7 @@ struct Forward {
             attention_bytes += 2 * rep * (model.head_dim * sizeof(T) + PAGES * sizeof(float)) + most_pages * sizeof(float);
         attention_bytes = (attention_bytes + 10 * 64) / 64 * 64;
         attention = carver.take<char>(threads * attention_bytes);
-        room_bytes = model.mapped ? product_of.room_for(std::max(queries, widest())) : 0;
+        room_bytes = product_of.room_for(std::max(queries, widest()), model.mapped);
         rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
         bounds = carver.take<float>(tokens * model.kv_heads * most_pages);

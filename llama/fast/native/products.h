@@ -15,7 +15,7 @@ struct Plain {
     bool mixed;  // as in Packed; unused here
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    static constexpr Int room_for(Int) { return 0; }
+    static constexpr Int room_for(Int, bool) { return 0; }
 
     static void round(const float* x, Int length, char* to) {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
@@ -262,67 +262,91 @@ struct Packed {
         for (Int i = 0; i < TILE * PANEL; i += LANES) store(to + i, load<ints>(to + i) * 256 + load<ints>(lower + i));
     }
 
-    // ROWS rows times PANELS panels of columns from `c` on.
-    template <int BITS, int ROWS, int PANELS>
-    static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride) {
+    // Whether products with codes of so many bits multiply in 16 bits.
+    static constexpr bool in_16_bits(int bits) { return ACTIVATIONS == 16 || (bits == 8 && SUMS_OF_16_BITS); }
+
+    // Products read four codes in so many parts: in 16 bits the even ones and then the odd ones, else all.
+    static constexpr int parts(int bits) { return in_16_bits(bits) ? 2 : 1; }
+    template <int BITS>
+    static INLINE ints part_of(words four, int part) {
+        if (parts(BITS) == 1) return ints(four);
+        return part ? upper_bytes(four) : ints(four & 0x00ff00ffu);
+    }
+
+    // Write the parts of all codes of `panels` panels from column `c` on to `to`, in the order in which they are read.
+    template <int BITS>
+    static void separate(const Matrix& matrix, Int c, Int panels, char* to) {
+        constexpr int EACH = PANEL / LANES;
+        const Int vectors = panels * EACH;
+        for (Int v = 0; v < vectors; v++) {
+            const char* from = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS).codes;
+            char* out = to + v * VECTOR;
+            for (Int g = 0; g < matrix.length / GROUP; g++, from += PANEL * BITS * 4)
+                UNROLL for (int h = 0; h < 2; h++)
+                    UNROLL for (int w = 0; w < 4; w++)
+                        for (int part = 0; part < parts(BITS); part++, out += vectors * VECTOR)
+                            store(out, part_of<BITS>(four_codes<BITS>(from, h, w), part));
+        }
+    }
+
+    // ROWS rows times PANELS panels of columns from `c` on, whose codes `separate` wrote, if SEPARATED.
+    template <int BITS, int ROWS, int PANELS, bool SEPARATED = false>
+    static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride,
+                     const char* separated = nullptr) {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
-        constexpr bool IN_16_BITS = ACTIVATIONS == 16 || (BITS == 8 && SUMS_OF_16_BITS);
-        constexpr int SPANS = spans(BITS);
-        constexpr int CHAINS = ROWS == 1 ? 4 : SPANS;  // of independent sums
+        constexpr bool IN_16_BITS = in_16_bits(BITS);
+        constexpr int PARTS = parts(BITS), SPANS = spans(BITS);
+        constexpr int FOURS = GROUP / 4 / SPANS, CHAINS = ROWS == 1 ? 4 / SPANS : 1;  // of independent sums
+        constexpr int RUN = fours_at_a_time(BITS);
         const Int length = matrix.length, groups = length / GROUP;
         const std::int32_t offset = matrix.offset;
         Place at[VECTORS];
         UNROLL for (int v = 0; v < VECTORS; v++) at[v] = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
         floats sums[ROWS][VECTORS] = {};
-        for (Int g = 0; g < groups; g++) {
-            ints partial[CHAINS][ROWS][VECTORS] = {};
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                const std::int32_t* counts = Row(x + r * size, length).counts + 2 * g;
-                UNROLL for (int s = 0; s < SPANS; s++) {
+        for (Int g = 0; g < groups; g++)
+            UNROLL for (int s = 0; s < SPANS; s++) {
+                const Int span = g * SPANS + s;
+                ints partial[CHAINS][ROWS][VECTORS] = {}, narrow[ROWS][VECTORS] = {};
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    const std::int32_t* counts = Row(x + r * size, length).counts + 2 * g;
                     const ints start = held(ints{} - offset * (SPANS == 2 ? counts[s] : counts[0] + counts[1]));
-                    UNROLL for (int v = 0; v < VECTORS; v++) partial[s * CHAINS / SPANS][r][v] = start;
+                    UNROLL for (int v = 0; v < VECTORS; v++) partial[0][r][v] = start;
                 }
-            }
-            ints narrow[ROWS][VECTORS] = {};
-            UNROLL for (int h = 0; h < 2; h++) {
-                UNROLL for (int w = 0; w < 4; w++) {
-                    constexpr int RUN = fours_at_a_time(BITS);
+                UNROLL for (int i = 0; i < FOURS; i++) {
+                    const int number = s * FOURS + i, h = number / 4, w = number % 4;
                     words four[VECTORS];
-                    UNROLL for (int v = 0; v < VECTORS; v++) {
+                    if constexpr (!SEPARATED) UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
                         // The CPU's own prefetching ends with a page; many rows have time to prefetch the next panels.
                         const Int ahead = ROWS == 1 ? 4096 : PANELS * groups * PANEL * BITS * 4;
-                        if (4 * h + w < BITS) __builtin_prefetch(group + (4 * h + w) * PANEL * 4 + ahead);
+                        if (number < BITS) __builtin_prefetch(group + number * PANEL * 4 + ahead);
                     }
-                    UNROLL for (int r = 0; r < ROWS; r++) {
-                        const Row row(x + r * size, length);
-                        const Int place = g * GROUP + HALF * h + 4 * w;
-                        ints* total = partial[CHAINS == 4 ? 2 * h + w % 2 : CHAINS == 2 ? h : 0][r];
-                        if constexpr (IN_16_BITS) {
-                            const char* numbers = row.widened + place * 2;
-                            const ints even = held(every_at(numbers)), odd = held(every_at(numbers + 4));
+                    UNROLL for (int part = 0; part < PARTS; part++) {
+                        ints codes[VECTORS];
+                        UNROLL for (int v = 0; v < VECTORS; v++)
+                            codes[v] = held(SEPARATED ? load<ints>(separated + v * VECTOR) : part_of<BITS>(four[v], part));
+                        if (SEPARATED) separated += VECTORS * VECTOR;
+                        UNROLL for (int r = 0; r < ROWS; r++) {
+                            const Row row(x + r * size, length);
+                            const Int place = g * GROUP + 4 * number;
+                            ints* total = partial[CHAINS == 4 ? 2 * h + w % 2 : CHAINS == 2 ? w % 2 : 0][r];
+                            const char* numbers = IN_16_BITS ? row.widened + place * 2 + part * 4 : row.numbers + place;
+                            const ints activations = held(every_at(numbers));
                             UNROLL for (int v = 0; v < VECTORS; v++) {
-                                total[v] = held(multiply_add(total[v], even, ints(four[v] & 0x00ff00ffu)));
-                                total[v] = held(multiply_add(total[v], odd, upper_bytes(four[v])));
-                            }
-                        } else {
-                            const ints activations = held(every_at(row.numbers + place));
-                            UNROLL for (int v = 0; v < VECTORS; v++) {
-                                if constexpr (RUN == 0) {
-                                    total[v] = held(add_fours<BITS>(total[v], activations, four[v]));
+                                if constexpr (IN_16_BITS) {
+                                    total[v] = held(multiply_add(total[v], activations, codes[v]));
+                                } else if constexpr (RUN == 0) {
+                                    total[v] = held(add_fours<BITS>(total[v], activations, words(codes[v])));
                                 } else {
-                                    narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, four[v]));
-                                    if ((4 * h + w + 1) % RUN == 0)
+                                    narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, words(codes[v])));
+                                    if ((number + 1) % RUN == 0)
                                         total[v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
                                 }
                             }
                         }
                     }
                 }
-            }
-            UNROLL for (int s = 0; s < SPANS; s++) {
-                const Int span = g * SPANS + s;
                 floats shares[VECTORS];
                 if (matrix.zeros) {
                     all_at<&Place::zeros>(at, span, g, shares);
@@ -335,14 +359,13 @@ struct Packed {
                 UNROLL for (int r = 0; r < ROWS; r++) {
                     const float scale = ACTIVATIONS == 8 ? Row(x + r * size, length).scales[g] : 1;
                     UNROLL for (int v = 0; v < VECTORS; v++) {
-                        ints all = partial[s * CHAINS / SPANS][r][v];
-                        UNROLL for (int i = 1; i < CHAINS / SPANS; i++) all += partial[s * CHAINS / SPANS + i][r][v];
+                        ints all = partial[0][r][v];
+                        UNROLL for (int i = 1; i < CHAINS; i++) all += partial[i][r][v];
                         const floats product = __builtin_convertvector(all, floats);
                         sums[r][v] = multiply_add(sums[r][v], shares[v], ACTIVATIONS == 8 ? product * scale : product);
                     }
                 }
             }
-        }
         UNROLL for (int v = 0; v < VECTORS; v++) {
             const Int columns = std::clamp<Int>(matrix.columns - c - v * LANES, 0, LANES);
             UNROLL for (int r = 0; r < ROWS; r++) {
@@ -354,6 +377,9 @@ struct Packed {
     }
 
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the number of registers
+    // The fewest rows for which codes are separated once, and the most bytes: a core's second cache has to have room.
+    static constexpr Int SHARED_BY = 32, MOST_SEPARATED = 384 << 10;
+    static constexpr Int separated_bytes(Int length) { return MOST * PANEL * length * 2; }
 
     template <int BITS>
     void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
@@ -362,15 +388,22 @@ struct Packed {
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from few addresses at a time
             const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
-            const Matrix here = matrix.block ? unpacked(matrix, c, panels, room) : matrix;
+            char* rest = room + separated_bytes(matrix.length);
+            const Matrix here = matrix.block ? unpacked(matrix, c, panels, rest) : matrix;
             const Int tiled = TILES && tiles_allowed() ? rows / TILE * TILE : 0;
             if constexpr (TILES)
                 for (Int p = 0; tiled && p < panels; p++)
                     by_tiles<BITS>(here, x, size, tiled, c - skipped + p * PANEL, to + skipped, stride);
+            constexpr bool DIFFER = BITS < 8 || parts(BITS) > 1;  // from the codes as they are stored
+            const bool fit = separated_bytes(matrix.length) <= MOST_SEPARATED;
+            const bool apart = DIFFER && many && fit && rows - tiled >= SHARED_BY;
+            if (apart) separate<BITS>(here, c - skipped, panels, room);
             by_rows(rows - tiled, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
                 const char* from = x + (tiled + r) * size;
                 float* out = to + (tiled + r) * stride + skipped;
+                if constexpr (DIFFER && ROWS == TOGETHER)
+                    if (apart) return some<BITS, ROWS, MOST, true>(here, from, size, c - skipped, out, stride, room);
                 many ? some<BITS, ROWS, MOST>(here, from, size, c - skipped, out, stride)
                      : some<BITS, ROWS, 1>(here, from, size, c - skipped, out, stride);
             });
@@ -378,8 +411,10 @@ struct Packed {
         }
     }
 
-    // The bytes of `room` that a thread needs for mapped matrices of this length.
-    static constexpr Int room_for(Int length) { return room_of(MOST, length); }
+    // The bytes of `room` that a thread needs for matrices of this length.
+    static constexpr Int room_for(Int length, bool mapped) {
+        return separated_bytes(length) + (mapped ? room_of(MOST, length) : 0);
+    }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                   char* room) const {

@@ -221,7 +221,7 @@ std::vector<float> activations(Dice& dice, Int length, bool packed) {
 template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
-    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(matrix.length));
+    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(matrix.length, true));
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
     for (Int r = 0; kind.arranges() && r < rows; r += TILE)
         kind.arrange(rounded.data() + r * size, size, matrix.length);
@@ -245,7 +245,7 @@ void products(const std::string& name, const Product& kind, const Matrix& matrix
         print(with_rows, some);
     }
     std::vector<float> own(matrix.columns * matrix.length);
-    std::vector<char> room(kind.room_for(matrix.length));
+    std::vector<char> room(kind.room_for(matrix.length, true));
     for (Int c = 0; c < matrix.columns; c++) kind.row_of(matrix, c, own.data() + c * matrix.length, room.data());
     exact(name + ", the matrix", own);
 }
