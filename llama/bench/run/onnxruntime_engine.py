@@ -112,7 +112,7 @@ def _build(model: Transformer, folder: Path, precision: str) -> Path:
     weights, built = folder / "weights", folder / "built"
     save_huggingface(model, weights)
     _write_tokenizer(weights, model.args.vocab_size)
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", weights, "-o", built]
+    command: list[str | Path] = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", weights, "-o", built]
     command += ["-p", precision, "-e", "cpu", "-c", folder / "cache"]
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=offline)
