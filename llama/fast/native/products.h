@@ -377,7 +377,7 @@ struct Packed {
     }
 
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the number of registers
-    // The fewest rows for which codes are separated once, and the most bytes: a core's second cache has to have room.
+    // Codes are separated once for at least so many rows, if they fit into so many bytes: a part of a core's L2 cache.
     static constexpr Int SHARED_BY = 32, MOST_SEPARATED = 384 << 10;
     static constexpr Int separated_bytes(Int length) { return MOST * PANEL * length * 2; }
 
