@@ -61,6 +61,13 @@ class Engine(ABC):
         With `steps`, stop after so many forwards, with memory reserved for all: a warm-up.
         """
 
+    def most_likely(self, ids: Sequence[int]) -> tuple[list[int], str]:
+        """Return the most likely token after every position of a text, and what executed the forwards.
+
+        Only engines that can have rounded weights need it: the tokens of the others are compared one by one.
+        """
+        raise NotImplementedError(f"{self.path} has no rounded weights")
+
     @abstractmethod
     def conversation(self, length: int, *, kv_caching: bool) -> "Conversation":
         """Return an empty text of up to `length` tokens, whose cache the engine keeps between calls."""

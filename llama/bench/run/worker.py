@@ -21,12 +21,9 @@ from llama.bench.cell import Cell
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
-from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
-from llama.bench.run.onnxruntime_engine import OnnxRuntimeEngine
-from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
@@ -103,8 +100,6 @@ def agreement(cell: Cell) -> dict[str, Any]:
     found = []
     for one in (cell.workload.but(exact=False, dtype="fp32", kv_cache="static"), cell):
         engine = open_engine(one).engine
-        # the others have no rounded weights
-        assert isinstance(engine, LlamaEngine | LlamaCppEngine | OpenVinoEngine | OnnxRuntimeEngine)
         ids, path = engine.most_likely(engine.encode(read_corpus())[: cell.input_len])
         found.append(ids)
         del engine  # the memory of one model at a time
