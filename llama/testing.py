@@ -45,11 +45,11 @@ class Broken(AssertionError):
     """A kind of cache breaks a claim; the message says which, and where."""
 
 
-def check_cache_kind(name: str, *, args: ModelArgs = SIZES) -> list[str]:
+def check_cache_kind(name: str, *, args: ModelArgs = SIZES, device: str = "cpu") -> list[str]:
     """Check a kind against every claim, and return the claims that apply, a line each.
 
-    `args` are the sizes of the models. Raises Broken at the first claim that fails, and ValueError for a kind that does
-    not exist or does not support these sizes.
+    `args` are the sizes of the models, which run on `device`. Raises Broken at the first claim that fails, and
+    ValueError for a kind that does not exist or does not support these sizes.
     """
     args = replace(args, kv_cache=cache_kind(name))
     empty(args)
@@ -60,7 +60,7 @@ def check_cache_kind(name: str, *, args: ModelArgs = SIZES) -> list[str]:
         assert claim.__doc__ is not None
         words = claim.__doc__.splitlines()[0]
         try:
-            with torch.inference_mode():
+            with torch.device(device), torch.inference_mode():
                 applies = claim(args)
         except Broken:
             raise
@@ -347,7 +347,7 @@ def lossless(args: ModelArgs) -> bool:
 def tiny_model(args: ModelArgs, dtype: torch.dtype = torch.float64, *, seed: int = 1) -> Transformer:
     """Return a model whose weights are large enough for every one of them to show in the logits."""
     model = Transformer(args)
-    stream = torch.Generator().manual_seed(seed)
+    stream = random_stream(seed)
     for weight in model.parameters():
         if weight.ndim == 1:
             weight.data.uniform_(0.5, 1.5, generator=stream)
@@ -399,7 +399,12 @@ def reachable_bytes(cache: KVCache) -> int:
 
 def some_tokens(args: ModelArgs, *, rows: int, length: int = 75, seed: int = 0) -> Tensor:
     """Return random ids, (rows, length)."""
-    return torch.randint(args.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(args.vocab_size, (rows, length), generator=random_stream(seed))
+
+
+def random_stream(seed: int) -> torch.Generator:
+    """Return a generator of the device that a check runs on."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
 def chunkings(length: int) -> Iterator[Sequence[int]]:
@@ -452,7 +457,7 @@ def reads(cache: KVCache, lengths: Sequence[int], row: int, *, positions: bool =
     With `positions`, a last column has the position of each key.
     """
     cache, args, bsz = cache.copy(), cache.args, len(lengths)
-    stream = torch.Generator().manual_seed(0)
+    stream = random_stream(0)
     new = torch.randn(2, 1, 1, args.n_kv_heads, args.head_dim, generator=stream, dtype=torch.float64)
     queries = torch.randn(1, args.n_heads, args.head_dim, generator=stream, dtype=torch.float64).expand(bsz, -1, -1, -1)
     rows = Rows.at(lengths, [1] * bsz)

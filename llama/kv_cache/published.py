@@ -21,8 +21,8 @@ class RandomCache(ScoredCache, kind="random"):
     """Keep random keys: the control that a method has to beat."""
 
     def score(self, attended: Attended) -> Tensor:
-        stream = torch.Generator().manual_seed(self.layer)
-        return torch.rand(attended.keys.shape[2], attended.keys.shape[1], generator=stream).to(attended.keys.device)
+        stream, size = torch.Generator().manual_seed(self.layer), (attended.keys.shape[2], attended.keys.shape[1])
+        return torch.rand(size, generator=stream, device="cpu").to(attended.keys.device)
 
 
 class KnormCache(ScoredCache, kind="knorm"):
