@@ -131,7 +131,9 @@ def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_f
 
 def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a library that rounds the last rows of a product differently, unless they are a multiple of `n`."""
-    plain = probe.linear
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return (x[:, None] * weight).sum(-1)  # each sum by itself: batch-invariant on every machine
 
     def tails_differ(n: int, x: Tensor, weight: Tensor) -> Tensor:
         out = plain(x, weight)
@@ -146,8 +148,7 @@ def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatc
     for n in (1, 4, 32):
         monkeypatch.setattr(probe, "linear", partial(tails_differ, n))
         monkeypatch.setattr(probe, "_FOUND", {})
-        assert block_for(torch.ones(16, 32)).rows >= n
-        assert block_for(torch.ones(16, 32)) in [Block(n), Block(n * 2), Block(n * 4)]
+        assert block_for(torch.ones(16, 32)) == Block(n)
     monkeypatch.setattr(probe, "linear", places_differ)
     monkeypatch.setattr(probe, "_FOUND", {})
     assert block_for(torch.ones(16, 32)) == Block(1, in_one=False)
