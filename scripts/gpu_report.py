@@ -108,7 +108,7 @@ def write(facts: Report, found: Sequence[Check], folder: Path) -> None:
     steps = [f"**Next: fix {check['name']}:** {check['detail']}" for check in found if not check["passed"]]
     steps = steps or [
         "**Next: whole generations, memory and peers:** `python benchmark_inference.py --preset table "
-        "--engine llama --engine llama:fast --engine transformers`; then write all figures into docs/log.md"
+        "--engine llama:fast --engine transformers`; then write all figures into docs/log.md"
     ]
     rows = [[check["name"], "passed" if check["passed"] else "**FAILED**", check["detail"]] for check in found]
     tables = [Table("Checks", ["check", "outcome", "detail"], rows), environment_table(facts)]

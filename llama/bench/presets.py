@@ -146,9 +146,13 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     Raises ValueError for an engine that is named twice.
     """
     found = [base]
-    for variant in (base.but(**read_engine(engine)) for engine in engines):
+    for engine in engines:
+        variant = base.but(**read_engine(engine))
         if variant in found:
-            raise ValueError(f"{variant.name} would be in the table twice; name every engine once")
+            raise ValueError(
+                f"--engine {engine} would be in the table twice: this library, as the other flags set it, is always "
+                "in it, and each other engine once; leave this --engine out"
+            )
         found.append(variant)
     return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine not in ALWAYS_CACHED]
 
