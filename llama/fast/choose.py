@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from llama.fast.graph_ops import PYTORCH, GraphOps, compiled
+from llama.fast.graph_ops import GraphOps, compiled, plain_ops
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.graph_trial import fastest, try_steps
 from llama.fast.native_build import NoNativeCode
@@ -64,8 +64,9 @@ def _use_graphs(model: Transformer) -> None:
     def trial(ops: GraphOps) -> float:
         return try_steps(model, GraphRunner(ops))
 
-    ops = fastest([PYTORCH, compiled(COMPILER)], trial)
-    if ops is None:
-        raise Unsupported("no step works on this GPU")
-    model.runner = GraphRunner(ops)
-    logger.info("fast: %s", model.runner.name)
+    for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
+        if ops := fastest([plain, compiled(COMPILER, plain)], trial):
+            model.runner = GraphRunner(ops)
+            logger.info("fast: %s", model.runner.name)
+            return
+    raise Unsupported("no step works on this GPU")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from llama.ops import linear, rms_norm
 from llama.rope import apply_rotary_emb
@@ -45,22 +46,66 @@ def decode_layer(
     weights: those of a TransformerBlock, by name. eps: of its attention_norm and its ffn_norm. cos, sin: (at least
     slots, 1, head_dim), as RopeTable has them.
     """
+    return _layer(attend_masked, h, weights, eps, cos, sin, positions, keys, values)
+
+
+def flash_layer(
+    h: Tensor,
+    weights: Mapping[str, Tensor],
+    eps: tuple[float, float],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Return what `decode_layer` returns, by PyTorch's flash attention, which reads written keys only."""
+    return _layer(attend_flash, h, weights, eps, cos, sin, positions, keys, values)
+
+
+def _layer(
+    attend: Callable[..., Tensor],
+    h: Tensor,
+    weights: Mapping[str, Tensor],
+    eps: tuple[float, float],
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
     normed = rms_norm(h, weights["attention_norm.weight"], eps[0])
     products = (linear(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
     xq, xk, xv = (product.view(len(h), 1, -1, keys.shape[-1]) for product in products)
     xq, xk = apply_rotary_emb(xq, xk, (cos[positions][:, None], sin[positions][:, None]))
     rows = torch.arange(len(h), device=h.device)
     keys[rows, positions], values[rows, positions] = xk[:, 0], xv[:, 0]
-    seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
-    # 0 * nan would be nan, so what no query may see is zero.
-    keys, values = (kept[: len(h)].masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
-    q = xq[:, 0, :, None]  # (rows, n_heads, 1, head_dim)
-    gqa = q.shape[1] != keys.shape[1]
-    output = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen[:, None, None], enable_gqa=gqa)
+    output = attend(xq[:, 0], keys[: len(h)], values[: len(h)], positions)
     h = h + linear(output.flatten(1), weights["attention.wo.weight"])
     normed = rms_norm(h, weights["ffn_norm.weight"], eps[1])
     gate, up = (linear(normed, weights[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
     return h + linear(F.silu(gate) * up, weights["feed_forward.w2.weight"])
+
+
+def attend_masked(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Attend from q, (rows, n_heads, head_dim), to each row's keys up to its position; return the shape of q."""
+    seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
+    # 0 * nan would be nan, so what no query may see is zero.
+    keys, values = (kept.masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
+    gqa = q.shape[1] != keys.shape[1]
+    q, mask = q[:, :, None], seen[:, None, None]  # one query a row: (rows, n_heads, 1, head_dim), (rows, 1, 1, slots)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)[:, :, 0]
+
+
+def attend_flash(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """Return what `attend_masked` returns, in 16 bits on a GPU; keys past a row's position are not read."""
+    rows, slots = keys.shape[:2]
+    # The operator behind torch.nn.attention.varlen, whose function has no `seqused_k` before PyTorch 2.12.
+    first = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    packed = (q, keys.flatten(0, 1), values.flatten(0, 1), first, first * slots, 1, slots)
+    used = (positions + 1).to(torch.int32)
+    output: Tensor = torch.ops.aten._flash_attention_forward(*packed, 0.0, False, False, seqused_k=used)[0]
+    return output
 
 
 def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -90,6 +135,14 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
 
 
 PYTORCH = GraphOps("plain", decode_layer, head, advance)
+FLASH = PYTORCH._replace(name="plain flash", layer=flash_layer)
+
+
+def plain_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[GraphOps]:
+    """Return the functions that may run there without a compiler, the faster ones first."""
+    q = torch.empty((1, 1, 1, head_dim), dtype=dtype, device=device)
+    flash = head_dim % 8 == 0 and q.is_cuda and can_use_flash_attention(SDPAParams(q, q, q, None, 0.0, False, True))
+    return [FLASH, PYTORCH] if flash else [PYTORCH]
 
 
 _COUNT = count()
@@ -110,9 +163,10 @@ class Compiled:
         # PyTorch records by a code's name and file which sizes vary; a new name keeps models apart.
         name = f"{function.__name__}_{next(_COUNT)}"
         own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-        # With this a product of one row becomes a kernel of its own, which keeps memory busier than a library's
-        # (https://github.com/meta-pytorch/gpt-fast).
-        options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if backend == "inductor" else None
+        # With the first, a product of one row becomes a kernel of its own, which keeps memory busier than a library's
+        # (https://github.com/meta-pytorch/gpt-fast); with the second, kernels that can run side by side become one.
+        tuned = {"coordinate_descent_tuning": True, "combo_kernels": True}
+        options: dict[str, Any] | None = tuned if backend == "inductor" else None
         compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=True, options=options)
         return compiled
 
@@ -123,7 +177,7 @@ class Compiled:
         return Compiled, self._made_of
 
 
-def compiled(backend: str | Callable[..., Any]) -> GraphOps:
-    """Return the functions of `PYTORCH`, each compiled by torch.compile."""
-    functions: dict[str, Any] = {name: Compiled(getattr(PYTORCH, name), backend) for name in GraphOps._fields[1:]}
-    return GraphOps("compiled", **functions)
+def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH) -> GraphOps:
+    """Return the functions of `ops`, each compiled by torch.compile."""
+    functions: dict[str, Any] = {name: Compiled(getattr(ops, name), backend) for name in GraphOps._fields[1:]}
+    return GraphOps(ops.name.replace("plain", "compiled"), **functions)

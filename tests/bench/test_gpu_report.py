@@ -80,7 +80,7 @@ def test_a_rehearsal_passes_all_checks_and_says_what_is_next(rehearse: Rehearse)
     assert status == 0
     assert {check["passed"] for check in report["checks"]} == {True}
     names = [check["name"] for check in report["checks"]]
-    assert [sum(name.startswith(kind) for name in names) for kind in ("greedy", "steps", "exact")] == [9, 4, 2]
+    assert [sum(name.startswith(kind) for name in names) for kind in ("greedy", "steps", "exact")] == [6, 2, 2]
     assert "rehearsed on a CPU: no figure here says anything about a GPU" in page
     assert "**Next: whole generations, memory and peers:**" in page[: page.index("**Checks**")]
     assert report["command"] in page

@@ -12,7 +12,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, random_model
 from llama.fast.choose import COMPILER
-from llama.fast.graph_ops import PYTORCH, GraphOps, compiled
+from llama.fast.graph_ops import GraphOps, compiled, plain_ops
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.graph_trial import try_steps
 from llama.model import Transformer
@@ -56,7 +56,7 @@ def check_gpu(cell: Cell, *, part: str) -> dict[str, Any]:
 def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
     """Yield the claims that each path gives the ids of the plain path without the cache."""
     odd = uneven_model(_ODD, torch.float32, device)
-    steps = {f"{name} kernels": GraphRunner(ops) for name, ops in kernels_of(device).items()}
+    steps = {f"{name} kernels": GraphRunner(ops) for name, ops in kernels_of(odd).items()}
     for rows in _ROWS:
         without = greedy(odd, None, rows, kv_caching=False)
         for path, step in {"plain path": None, **steps}.items():
@@ -67,7 +67,7 @@ def claims_of_ids(device: torch.device) -> Iterator[tuple[str, Claim]]:
 def claims_of_model(cell: Cell, model: Transformer) -> Iterator[tuple[str, Claim]]:
     """Yield the claims about steps and exact mode at the sizes of a model."""
     what = f"{cell.model} in {cell.dtype}"
-    for name, ops in kernels_of(model.device).items():
+    for name, ops in kernels_of(model).items():
         yield f"steps of {name} kernels, recorded and repeated, {what}", partial(steps_agree, model, ops)
     yield f"exact mode, {what}", partial(exact_mode, model)
 
@@ -82,9 +82,11 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
     return model
 
 
-def kernels_of(device: torch.device) -> dict[str, GraphOps]:
-    """Return the sets of kernels that a step can run; a rehearsal on a CPU compiles nothing."""
-    return {"plain": PYTORCH, "compiled": compiled(COMPILER) if device.type == "cuda" else PYTORCH}
+def kernels_of(model: Transformer) -> dict[str, GraphOps]:
+    """Return the sets of kernels that a step is made of; a rehearsal on a CPU compiles nothing."""
+    plain, *_ = plain_ops(model.device, model.dtype, model.args.head_dim)
+    sets = [plain, compiled(COMPILER, plain)] if model.device.type == "cuda" else [plain]
+    return {ops.name: ops for ops in sets}
 
 
 def _checked(name: str, claim: Claim) -> Check:
