@@ -46,13 +46,13 @@ class NoNativeCode(RuntimeError):
     """The code could not be compiled or loaded; the message says why."""
 
 
-def load_library(source: Path, folder: Path) -> ctypes.CDLL:
+def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> ctypes.CDLL:
     """Return the library compiled from `source` and the files beside it, and stored in `folder`.
 
-    It is compiled again if the source, the flags, the compiler or the kind of CPU differ, or if the file is damaged or
-    belongs to another user. Raises NoNativeCode.
+    defines: flags of this library alone, such as -DNAME=VALUE. It is compiled again if the source, the flags, the
+    compiler or the kind of CPU differ, or if the file is damaged or belongs to another user. Raises NoNativeCode.
     """
-    library = folder / f"{source.stem}-{_key(source)}.so"
+    library = folder / f"{source.stem}-{code_key(source, defines)}.so"
     digest = library.with_suffix(".sha256")
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def load_library(source: Path, folder: Path) -> ctypes.CDLL:
         if loaded is None:
             if library.exists():
                 logger.warning("%s is damaged; it is compiled again", library)
-            _compile(source, library, digest)
+            _compile(source, library, digest, defines)
             loaded = _load(library)
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
@@ -82,12 +82,12 @@ def _load(library: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _key(source: Path) -> str:
+def code_key(source: Path, defines: Sequence[str] = ()) -> str:
     """Return a digest of all that the machine code depends on: several machines may share a home directory."""
     files = sorted(source.parent.iterdir())
     parts = [
         *(file.read_bytes() for file in files if file.is_file()),
-        " ".join(FLAGS).encode(),
+        " ".join((*FLAGS, *defines)).encode(),
         _own_compiler().encode(errors="surrogateescape"),
         platform.machine().encode(),
         cpu_text(),
@@ -133,17 +133,18 @@ def _own_compiler() -> str:
     return os.environ.get("CXX", "").strip()
 
 
-def _compile(source: Path, library: Path, digest: Path) -> None:
+def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) -> None:
     compiler = _compiler()
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
-    logger.info("compiling %s with %s, once: some seconds", source.name, compiler)
+    logger.info("compiling %s with %s, once: up to half a minute", source.name, compiler)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        done = _run(compiler, FLAGS, source, made)
+        flags = [*FLAGS, *defines]
+        done = _run(compiler, flags, source, made)
         if done.returncode != 0 and (rejected := _rejected(compiler, Path(scratch))):
             logger.info("%s rejects %s", compiler, " and ".join(rejected))
-            done = _run(compiler, [flag for flag in FLAGS if flag not in rejected], source, made)
+            done = _run(compiler, [flag for flag in flags if flag not in rejected], source, made)
         if done.returncode != 0 or not made.is_file():
             lines = done.stderr.strip().splitlines() or ["no message"]
             reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])

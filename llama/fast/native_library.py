@@ -1,4 +1,4 @@
-"""The native library, and the structs that its functions read: addresses and sizes; `native/` declares the same.
+"""The native libraries, and the structs that their functions read: addresses and sizes; `native/` declares the same.
 
 `Transformer.forward` defines the results.
 """
@@ -6,10 +6,11 @@
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from llama.fast.native_build import load_library
+from llama.fast.native_build import code_key, load_library
 
 SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
@@ -133,23 +134,37 @@ class Choice(ctypes.Structure):
 
 
 class NativeForward:
-    """The functions of the library. `instructions`: those of the CPU that it was compiled for."""
+    """The functions of native code. `instructions`: those of the CPU that it was compiled for.
+
+    The forward of each kind of numbers and of products is a library of its own, compiled when a model first needs it.
+    """
 
     def __init__(self, folder: Path) -> None:
-        library = load_library(SOURCE, folder)
-        self._run = library.forward
-        self._run.restype, self._run.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
+        library = load_library(SOURCE.with_name("common.cpp"), folder)
         self._choose = library.choose_tokens
         self._choose.restype, self._choose.argtypes = None, (c_void_p,)
         self._unpack = library.unpack
         self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
-        self.code = Path(library._name).stem  # depends on source, flags and CPU, see native_build.py
+        self.code = f"{SOURCE.stem}-{code_key(SOURCE)}"
+        self._folder = folder
+        self._forwards: dict[tuple[int, int], Any] = {}
+
+    def load(self, model: NativeModel) -> Any:
+        """Return the forward of models of this kind; compile it if necessary. Raises NoNativeCode."""
+        kind = model.bfloat16, model.activations
+        if kind not in self._forwards:
+            number = "bfloat" if model.bfloat16 else "float"
+            product = f"Packed<{model.activations}, {number}>" if model.activations else f"Plain<{number}>"
+            forward = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}")).forward
+            forward.restype, forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
+            self._forwards[kind] = forward
+        return self._forwards[kind]
 
     def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
         """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
-        size: int = self._run(byref(model), byref(batch), room)
+        size: int = self.load(model)(byref(model), byref(batch), room)
         return size
 
     def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -48,7 +49,7 @@ class NativeRunner:
         self.plain: frozenset[CallKind] = frozenset()
         self.watch: Callable[[int, int], None] | None = None
         self._warn = WarnOnce(logger)
-        self._descriptions = Descriptions(describe)
+        self._descriptions = Descriptions(partial(_describe, self._native))
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
     def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Any, ...]]:
@@ -240,6 +241,16 @@ class NativeStepper(PlainStepper):
         self._sampler = NativeSampler(self._runner.run, call, self.batch)
         self.batch.maybe_changed = False
         return True
+
+
+def _describe(native: NativeForward, model: Transformer) -> NativeModel:
+    """Return the description of a model whose forward is compiled. Raises Unsupported."""
+    described = describe(model)
+    try:
+        native.load(described)
+    except NoNativeCode as why:
+        raise Unsupported(str(why)) from why
+    return described
 
 
 def _copied(folder: Path, exact: bool | None, plain: frozenset[CallKind]) -> NativeRunner | None:

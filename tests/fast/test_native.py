@@ -4,7 +4,7 @@ Compiled for this machine; on an x86 also for older ones, so that their code run
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,9 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.batch import NonFiniteLogits
+from llama.fast import native_library
 from llama.fast.choose import make_fast
+from llama.fast.native_build import NoNativeCode
 from llama.fast.native_check import check_blocks, check_library, trial_model
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
@@ -327,3 +329,29 @@ def test_without_a_compiler_or_a_folder_the_plain_path_runs(
     assert ("there is no C++ compiler" if lacks == "a compiler" else "Not a directory") in caplog.text
     assert "the plain path runs instead" in caplog.text
     assert model(some_tokens(1, 3, vocab_size=VOCAB)).shape == (1, 3, VOCAB)
+
+
+def test_a_forward_is_compiled_when_a_model_needs_it_and_the_plain_path_runs_if_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled: list[str] = []
+    known = native_library.load_library
+
+    def load(source: Path, folder: Path, defines: Sequence[str] = ()) -> Any:
+        compiled.append(" ".join((source.name, *defines)))
+        if "bfloat" in compiled[-1]:
+            raise NoNativeCode("no compiler is left")
+        return known(source, folder, defines)
+
+    monkeypatch.setattr(native_library, "load_library", load)
+    plain, fast = twins("fp32")
+    assert set(compiled) == {"common.cpp", "forward.cpp -DNUMBER=float -DPRODUCT=Plain<float>"}
+    tokens = some_tokens(2, 5, vocab_size=VOCAB)
+    fast(tokens)
+    assert served(fast) == 1
+    for model in (plain, fast):
+        model.to(torch.bfloat16)
+    with caplog.at_level(logging.WARNING, "llama"):
+        assert torch.equal(fast(tokens), plain(tokens))
+    assert served(fast) == 1
+    assert "no compiler is left" in caplog.text

@@ -3,6 +3,8 @@
 // Activations between two products, and their sums, are float32. A position is computed in the same order, whatever is
 // computed beside it. Threads share the tokens if there are many, else the columns of every product. Nothing here
 // allocates memory: a call returns the bytes that it needs.
+//
+// A library has one kind of numbers and of products, NUMBER and PRODUCT: all of them take a compiler most of a minute.
 
 #include <vector>
 
@@ -931,6 +933,12 @@ struct Forward {
     }
 };
 
+#if defined(NUMBER)
+template <class Act>
+void with_types(const Model&, Act act) {
+    act(NUMBER{}, PRODUCT{});
+}
+#else
 template <class Act>
 void with_types(const Model& model, Act act) {
     auto choose_product = [&](auto number) {
@@ -944,32 +952,11 @@ void with_types(const Model& model, Act act) {
     };
     model.bfloat16 ? choose_product(bfloat{}) : choose_product(float{});
 }
+#endif
 
 }  // namespace
 
 extern "C" {
-
-// The names of the instructions that it was compiled for.
-const char* instructions() {
-    if (TILES && tiles_allowed()) return "AVX-512 with AMX";
-#if defined(__AVX512BF16__)
-    return "AVX-512 with VNNI and bf16";
-#elif defined(__AVX512VNNI__)
-    return "AVX-512 with VNNI";
-#elif defined(__AVX512F__)
-    return "AVX-512";
-#elif defined(__AVX2__)
-    return "AVX2";
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
-    return "NEON with i8mm";
-#elif defined(__ARM_FEATURE_DOTPROD)
-    return "NEON with dot products";
-#elif defined(__aarch64__)
-    return "NEON";
-#else
-    return "the compiler's own vectors";
-#endif
-}
 
 // Return the bytes of workspace that it needs; if `room` is less, compute nothing.
 Int forward(const Model* model, const Batch* batch, Int room) {
@@ -980,17 +967,5 @@ Int forward(const Model* model, const Batch* batch, Int room) {
         if (size <= room) it.run();
     });
     return size;
-}
-
-// Write panels of a mapped matrix to `room`, and their addresses to `panel`; see matrices.h.
-void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* panel) {
-    *panel = unpacked(*matrix, first, panels, room);
-}
-
-// Choose the next token of every row, see choose.h.
-void choose_tokens(const Choice* choice) {
-    std::vector<Largest> found(choice->threads * choice->rows);
-    std::vector<float> room(choice->threads * penalized(choice));
-    in_team(choice->threads, [&](Team& team) { choose(*choice, team, found.data(), room.data()); });
 }
 }

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <string>
 
+#include "common.cpp"
 #include "forward.cpp"
 
 namespace {
