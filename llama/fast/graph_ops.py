@@ -23,15 +23,17 @@ from llama.rope import apply_rotary_emb
 
 
 class GraphOps(NamedTuple):
-    """One implementation of the three functions that make logits of tokens, and tokens of logits."""
+    """One implementation of the functions that make logits of tokens, and tokens of logits; `layer` calls `attend`."""
 
     name: str
+    attend: Callable[..., Tensor]
     layer: Callable[..., Tensor]
     head: Callable[..., Tensor]
     advance: Callable[..., None]
 
 
 def decode_layer(
+    attend: Callable[..., Tensor],
     h: Tensor,
     weights: Mapping[str, Tensor],
     eps: tuple[float, float],
@@ -43,37 +45,9 @@ def decode_layer(
 ) -> Tensor:
     """Return the output of a layer, (rows, dim), and write its keys and values at `positions`.
 
-    weights: those of a TransformerBlock, by name. eps: of its attention_norm and its ffn_norm. cos, sin: (at least
-    slots, 1, head_dim), as RopeTable has them.
+    attend: `attend_masked` or `attend_flash`. weights: those of a TransformerBlock, by name. eps: of its
+    attention_norm and its ffn_norm. cos, sin: (at least slots, 1, head_dim), as RopeTable has them.
     """
-    return _layer(attend_masked, h, weights, eps, cos, sin, positions, keys, values)
-
-
-def flash_layer(
-    h: Tensor,
-    weights: Mapping[str, Tensor],
-    eps: tuple[float, float],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Return what `decode_layer` returns, by PyTorch's flash attention, which reads written keys only."""
-    return _layer(attend_flash, h, weights, eps, cos, sin, positions, keys, values)
-
-
-def _layer(
-    attend: Callable[..., Tensor],
-    h: Tensor,
-    weights: Mapping[str, Tensor],
-    eps: tuple[float, float],
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
     normed = rms_norm(h, weights["attention_norm.weight"], eps[0])
     products = (linear(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
     xq, xk, xv = (product.view(len(h), 1, -1, keys.shape[-1]) for product in products)
@@ -134,8 +108,8 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
-PYTORCH = GraphOps("plain", decode_layer, head, advance)
-FLASH = PYTORCH._replace(name="plain flash", layer=flash_layer)
+PYTORCH = GraphOps("plain", attend_masked, decode_layer, head, advance)
+FLASH = PYTORCH._replace(name="plain flash", attend=attend_flash)
 
 
 def plain_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[GraphOps]:
@@ -178,6 +152,6 @@ class Compiled:
 
 
 def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH) -> GraphOps:
-    """Return the functions of `ops`, each compiled by torch.compile."""
-    functions: dict[str, Any] = {name: Compiled(getattr(ops, name), backend) for name in GraphOps._fields[1:]}
-    return GraphOps(ops.name.replace("plain", "compiled"), **functions)
+    """Return the functions of `ops`, each compiled by torch.compile, `attend` as a part of `layer`."""
+    layer, head, advance = (Compiled(function, backend) for function in (ops.layer, ops.head, ops.advance))
+    return GraphOps(ops.name.replace("plain", "compiled"), ops.attend, layer, head, advance)

@@ -418,7 +418,7 @@ def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Te
     for block, (keys, values) in zip(model.blocks, buffers.keys_values, strict=True):
         weights = dict(block.named_parameters(remove_duplicate=False))
         eps = block.attention_norm.eps, block.ffn_norm.eps
-        h = ops.layer(h, weights, eps, *buffers.cos_sin, positions, keys, values)
+        h = ops.layer(ops.attend, h, weights, eps, *buffers.cos_sin, positions, keys, values)
     return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
 
 

@@ -93,13 +93,13 @@ def test_the_limits_of_all_parts_make_eight_minutes(script: ModuleType) -> None:
     assert script.MACHINE_S + 3 * script.PART_S <= 8 * 60
 
 
-def wrong_layer(h: Tensor, *given: Any) -> Tensor:
-    return graph_ops.decode_layer(h, *given) + 0.5 * h.roll(1, dims=-1)
+def wrong_layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
+    return graph_ops.decode_layer(attend, h, *given) + 0.5 * h.roll(1, dims=-1)
 
 
-def layer_without_norm(h: Tensor, weights: dict[str, Tensor], *given: Any) -> Tensor:
+def layer_without_norm(attend: Any, h: Tensor, weights: dict[str, Tensor], *given: Any) -> Tensor:
     norm = torch.ones_like(weights["ffn_norm.weight"])
-    return graph_ops.decode_layer(h, {**weights, "ffn_norm.weight": norm}, *given)
+    return graph_ops.decode_layer(attend, h, {**weights, "ffn_norm.weight": norm}, *given)
 
 
 def broken_layer(*given: object) -> Any:

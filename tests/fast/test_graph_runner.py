@@ -648,8 +648,8 @@ def test_exact_mode_and_graphs_exclude_each_other() -> None:
     fast.exact = False
 
 
-def wrong_layer(h: Tensor, *given: Any) -> Tensor:
-    return graph_ops.decode_layer(h, *given) * (1 if len(h) == 1 else 1.5)  # wrong for several rows only
+def wrong_layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
+    return graph_ops.decode_layer(attend, h, *given) * (1 if len(h) == 1 else 1.5)  # wrong for several rows only
 
 
 def test_kernels_whose_logits_are_not_the_modules_are_not_used() -> None:
@@ -676,9 +676,9 @@ def test_a_step_that_cannot_be_recorded_or_repeated_fails_its_trial(recorder: ty
 def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
     calls: list[int] = []
 
-    def layer(h: Tensor, *given: Any) -> Tensor:
+    def layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
         calls.append(len(h))
-        return graph_ops.decode_layer(h, *given)
+        return graph_ops.decode_layer(attend, h, *given)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
     try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", layer=layer)))
