@@ -74,7 +74,7 @@ def attend_masked(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) ->
 def attend_flash(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     """Return what `attend_masked` returns, in 16 bits on a GPU; keys past a row's position are not read."""
     rows, slots = keys.shape[:2]
-    # The operator behind torch.nn.attention.varlen, whose function has no `seqused_k` before PyTorch 2.12.
+    # The operator that torch.nn.attention.varlen calls, whose function has no `seqused_k` in PyTorch 2.10.
     first = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
     packed = (q, keys.flatten(0, 1), values.flatten(0, 1), first, first * slots, 1, slots)
     used = (positions + 1).to(torch.int32)

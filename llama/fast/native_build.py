@@ -52,7 +52,7 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
     defines: flags of this library alone, such as -DNAME=VALUE. It is compiled again if the source, the flags, the
     compiler or the kind of CPU differ, or if the file is damaged or belongs to another user. Raises NoNativeCode.
     """
-    library = folder / f"{source.stem}-{code_key(source, defines)}.so"
+    library = folder / f"{source.stem}-{_key(source, defines)}.so"
     digest = library.with_suffix(".sha256")
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def _load(library: Path) -> ctypes.CDLL | None:
         return None
 
 
-def code_key(source: Path, defines: Sequence[str] = ()) -> str:
+def _key(source: Path, defines: Sequence[str]) -> str:
     """Return a digest of all that the machine code depends on: several machines may share a home directory."""
     files = sorted(source.parent.iterdir())
     parts = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from llama.fast.native_build import code_key, load_library
+from llama.fast.native_build import load_library
 
 SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
@@ -147,7 +147,8 @@ class NativeForward:
         self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
-        self.code = f"{SOURCE.stem}-{code_key(SOURCE)}"
+        key = Path(library._name).stem.rpartition("-")[2]  # depends on all sources, flags and CPU, see native_build.py
+        self.code = f"{SOURCE.stem}-{key}"
         self._folder = folder
         self._forwards: dict[tuple[int, int], Any] = {}
 
