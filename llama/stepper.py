@@ -93,18 +93,17 @@ def _in_words(kinds: Collection[CallKind]) -> Iterator[str]:
 class Runner(Protocol[Model]):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
-    forwards: the number of forwards that it has run. takes_prompts: whether it runs prompts. watch: called before each
-    forward of its steppers, which do not call the model's hooks, with the number of rows and of tokens per row. exact:
-    whether exact mode is on, so that it raises ValueError instead of leaving a forward to the plain path; None if it
-    does not support exact mode. code: a name of what decides its bits. plain: the kinds of calls that it leaves to the
-    plain path, which is faster at them; not in exact mode.
+    forwards: the number of forwards that it has run. watch: called before each forward of its steppers, which do not
+    call the model's hooks, with the number of rows and of tokens per row. exact: whether exact mode is on, so that it
+    raises ValueError instead of leaving a forward to the plain path; None if it does not support exact mode. code: a
+    name of what decides its bits. plain: the kinds of calls that it leaves to the plain path, which is faster at them
+    or the only one that computes them; not in exact mode.
     """
 
     name: str
     code: str
     exact: bool | None
     plain: frozenset[CallKind]
-    takes_prompts: bool
     forwards: int
     watch: Callable[[int, int], None] | None
 

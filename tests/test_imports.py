@@ -136,6 +136,7 @@ MAY_IMPORT = {
     ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
+    "scripts/gpu_lab/": (f"{CORE} bench costs fast host testing", "torch triton numpy transformers kernels"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from llama.fast.graph_ops import GraphOps, compiled, plain_ops
 from llama.fast.graph_runner import GraphRunner
-from llama.fast.graph_trial import fastest, try_steps
+from llama.fast.graph_trial import FEW, MANY, Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
@@ -57,16 +57,17 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
 
 
 def _use_graphs(model: Transformer) -> None:
-    """Try all kernels on this device, and set a runner with the fastest of those that are right."""
+    """Try the kernels for this device, and set a runner with the fastest of those that are right."""
     logger.info("fast: compiling and trying steps; the first time takes some tens of seconds")
     GraphRunner().describe(model)
 
-    def trial(ops: GraphOps) -> float:
+    def trial(ops: GraphOps) -> Seconds:
         return try_steps(model, GraphRunner(ops))
 
     for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
-        if ops := fastest([plain, compiled(COMPILER, plain)], trial):
-            model.runner = GraphRunner(ops)
-            logger.info("fast: %s", model.runner.name)
+        best = fastest([compiled(COMPILER, plain)], trial) or fastest([plain], trial)
+        if best:
+            model.runner = GraphRunner(with_prompts(model, best[FEW]), best.get(MANY))
+            logger.info("fast: %s", model.execution)
             return
     raise Unsupported("no step works on this GPU")

@@ -1,14 +1,15 @@
-"""The functions that a decode step on a GPU is made of: one token a row, without the host.
+"""The functions that forwards on a GPU are made of: a step of one token a row, and a prompt, without the host.
 
-A CUDA graph repeats what was recorded, so nothing here may depend on a number that the host reads: positions are a
+A CUDA graph repeats what was recorded, so nothing in a step may depend on a number that the host reads: positions are a
 tensor, and keys past a row's own position are masked, not cut off. `PYTORCH` runs on any device, in any dtype;
 `compiled` makes fewer kernels of the same functions. The modules of model.py define the results.
 Knows tensors, not modules, graphs or sampling.
-Shapes: h is (rows, dim); positions (rows,) int64; keys and values (at least rows, slots, n_kv_heads, head_dim).
+Shapes: h is (rows, dim), or (rows * width, dim) for prompts of `width` tokens; positions (rows,) int64; keys and values
+(at least rows, slots, n_kv_heads, head_dim); cos and sin of each token (h's length, 1, head_dim).
 """
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -19,51 +20,153 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from llama.ops import linear, rms_norm
-from llama.rope import apply_rotary_emb
+from llama.rope import rotate
+
+
+class Attention(NamedTuple):
+    """Attention of one token a row. What `prepare` returns is the same in all layers; `attend` uses it in each.
+
+    attend_prompts: attention of whole prompts; None if they run on the plain path. by_text: the time of `attend`
+    depends on the texts' positions, not on the number of slots.
+    """
+
+    prepare: Callable[..., tuple[Tensor, ...]]
+    attend: Callable[..., Tensor]
+    attend_prompts: Callable[..., Tensor] | None = None
+    by_text: bool = False
+
+
+class LayerWeights(NamedTuple):
+    """The parameters of a TransformerBlock, and the eps of its norms, by name."""
+
+    tensors: Mapping[str, Tensor]
+    eps: Mapping[str, float]
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """Return x after the norm of this name, or x itself if the block has no such norm."""
+        weight = self.tensors.get(f"{name}.weight")
+        return x if weight is None else rms_norm(x, weight, self.eps[name])
 
 
 class GraphOps(NamedTuple):
-    """One implementation of the functions that make logits of tokens, and tokens of logits; `layer` calls `attend`."""
+    """One implementation of the functions that make logits of tokens, and tokens of logits.
+
+    product: the matrix product of `layer` and `prompt_layer`.
+    """
 
     name: str
-    attend: Callable[..., Tensor]
+    attention: Attention
+    product: Callable[[Tensor, Tensor], Tensor]
+    begin: Callable[..., tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...]]]
     layer: Callable[..., Tensor]
     head: Callable[..., Tensor]
     advance: Callable[..., None]
+    prompt_layer: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def begin(
+    prepare: Callable[..., tuple[Tensor, ...]], tokens: Tensor, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """Return what all layers of a step share: each row's newest id, (rows,), its (cos, sin), and attention's part.
+
+    tokens: (rows, slots). cos, sin: (slots, 1, head_dim), as RopeTable has them.
+    """
+    ids = tokens.gather(1, positions[:, None])[:, 0]
+    return ids, (cos[positions], sin[positions]), prepare(positions, tokens.shape[1])
 
 
 def decode_layer(
     attend: Callable[..., Tensor],
+    product: Callable[[Tensor, Tensor], Tensor],
     h: Tensor,
-    weights: Mapping[str, Tensor],
-    eps: tuple[float, float],
-    cos: Tensor,
-    sin: Tensor,
+    weights: LayerWeights,
+    cos_sin: tuple[Tensor, Tensor],
+    prepared: tuple[Tensor, ...],
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Return the output of a layer, (rows, dim), and write its keys and values at `positions`.
-
-    attend: `attend_masked` or `attend_flash`. weights: those of a TransformerBlock, by name. eps: of its
-    attention_norm and its ffn_norm. cos, sin: (at least slots, 1, head_dim), as RopeTable has them.
-    """
-    normed = rms_norm(h, weights["attention_norm.weight"], eps[0])
-    products = (linear(normed, weights[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
-    xq, xk, xv = (product.view(len(h), 1, -1, keys.shape[-1]) for product in products)
-    xq, xk = apply_rotary_emb(xq, xk, (cos[positions][:, None], sin[positions][:, None]))
+    """Return the output of a layer, (rows, dim), and write its keys and values at `positions`."""
+    xq, xk, xv = _queries_keys_values(product, h, weights, cos_sin, keys.shape[-1])
     rows = torch.arange(len(h), device=h.device)
-    keys[rows, positions], values[rows, positions] = xk[:, 0], xv[:, 0]
-    output = attend(xq[:, 0], keys[: len(h)], values[: len(h)], positions)
-    h = h + linear(output.flatten(1), weights["attention.wo.weight"])
-    normed = rms_norm(h, weights["ffn_norm.weight"], eps[1])
-    gate, up = (linear(normed, weights[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
-    return h + linear(F.silu(gate) * up, weights["feed_forward.w2.weight"])
+    keys[rows, positions], values[rows, positions] = xk, xv
+    output = attend(xq, keys[: len(h)], values[: len(h)], prepared)
+    return _after_attention(product, h, output, weights)
 
 
-def attend_masked(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def prompt_layer(
+    attend: Callable[..., Tensor],
+    product: Callable[[Tensor, Tensor], Tensor],
+    head_dim: int,
+    h: Tensor,
+    weights: LayerWeights,
+    cos_sin: tuple[Tensor, Tensor],
+    ends: Tensor,
+    columns: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's output for whole prompts, and their keys and values, (rows * width, n_kv_heads, head_dim).
+
+    ends: (rows + 1,) int32, where each row begins, and the end of the last. columns: a tensor with the length `width`,
+    because PyTorch would compile again for each value of an int.
+    """
+    xq, xk, xv = _queries_keys_values(product, h, weights, cos_sin, head_dim)
+    output = attend(xq, xk, xv, ends, len(columns))
+    return _after_attention(product, h, output, weights), xk, xv
+
+
+def _queries_keys_values(
+    product: Callable[[Tensor, Tensor], Tensor],
+    h: Tensor,
+    weights: LayerWeights,
+    cos_sin: tuple[Tensor, Tensor],
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's rotated queries and keys, and its values, (len(h), n_heads or n_kv_heads, head_dim)."""
+    normed = written(weights.norm(h, "attention_norm"))
+    made = []
+    for name in ("wq", "wk", "wv"):
+        out = product(normed, weights.tensors[f"attention.{name}.weight"])
+        bias = weights.tensors.get(f"attention.{name}.bias")
+        made.append((out if bias is None else out + bias).view(len(h), -1, head_dim))
+    xq, xk = (weights.norm(x, f"attention.{name}") for x, name in zip(made, ("q_norm", "k_norm"), strict=False))
+    return rotate(xq, cos_sin), rotate(xk, cos_sin), made[2]
+
+
+def _after_attention(
+    product: Callable[[Tensor, Tensor], Tensor], h: Tensor, output: Tensor, weights: LayerWeights
+) -> Tensor:
+    """Return a layer's output from its input h and the output of its heads."""
+    h = h + written(product(output.flatten(1), weights.tensors["attention.wo.weight"]))
+    normed = written(weights.norm(h, "ffn_norm"))
+    gate, up = (product(normed, weights.tensors[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
+    return h + written(product(written(F.silu(gate) * up), weights.tensors["feed_forward.w2.weight"]))
+
+
+def written(x: Tensor) -> Tensor:
+    """Return x, which compiled code then writes to memory once.
+
+    Inductor cannot look through `as_strided`. Otherwise it computes a norm or SiLU again for every weight that the
+    result is multiplied by, and makes `addmm`, which copies, of a product that is added.
+    """
+    return torch.as_strided(x, x.shape, x.stride())
+
+
+def one_row_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T. For one row, compiled code reads the weight in a kernel of its own, without a library.
+
+    Such a kernel keeps memory busier (https://github.com/meta-pytorch/gpt-fast).
+    """
+    return (x * weight).sum(-1)[None] if len(x) == 1 else linear(x, weight)
+
+
+def prepare_mask(positions: Tensor, slots: int) -> tuple[Tensor, ...]:
+    """Return which slots each row sees, (rows, slots) of bool."""
+    return (torch.arange(slots, device=positions.device) <= positions[:, None],)
+
+
+def attend_masked(q: Tensor, keys: Tensor, values: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
     """Attend from q, (rows, n_heads, head_dim), to each row's keys up to its position; return the shape of q."""
-    seen = torch.arange(keys.shape[1], device=keys.device) <= positions[:, None]  # (rows, slots)
+    (seen,) = prepared
     # 0 * nan would be nan, so what no query may see is zero.
     keys, values = (kept.masked_fill(~seen[..., None, None], 0).transpose(1, 2) for kept in (keys, values))
     gqa = q.shape[1] != keys.shape[1]
@@ -71,14 +174,28 @@ def attend_masked(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) ->
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=gqa)[:, :, 0]
 
 
-def attend_flash(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def prepare_flash(positions: Tensor, slots: int) -> tuple[Tensor, ...]:
+    """Return where the queries and the keys of each row begin, (rows + 1,), and the keys it sees, (rows,), int32."""
+    first = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
+    return first, first * slots, (positions + 1).to(torch.int32)
+
+
+def attend_flash(q: Tensor, keys: Tensor, values: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
     """Return what `attend_masked` returns, in 16 bits on a GPU; keys past a row's position are not read."""
-    rows, slots = keys.shape[:2]
+    first, offsets, used = prepared
     # The operator that torch.nn.attention.varlen calls, whose function has no `seqused_k` in PyTorch 2.10.
-    first = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    packed = (q, keys.flatten(0, 1), values.flatten(0, 1), first, first * slots, 1, slots)
-    used = (positions + 1).to(torch.int32)
+    packed = (q, keys.flatten(0, 1), values.flatten(0, 1), first, offsets, 1, keys.shape[1])
     output: Tensor = torch.ops.aten._flash_attention_forward(*packed, 0.0, False, False, seqused_k=used)[0]
+    return output
+
+
+def attend_flash_prompts(q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, width: int) -> Tensor:
+    """Attend from each token of whole prompts to those up to it in its row, in 16 bits on a GPU.
+
+    The rows are one sequence of tokens, (rows * width, heads, head_dim), so one compilation serves any number of them.
+    """
+    packed = (q, keys, values, ends, ends, width, width)
+    output: Tensor = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
     return output
 
 
@@ -108,50 +225,70 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
     tokens.scatter_(1, positions[:, None], ids.clamp(min=0)[:, None])
 
 
-PYTORCH = GraphOps("plain", attend_masked, decode_layer, head, advance)
-FLASH = PYTORCH._replace(name="plain flash", attend=attend_flash)
+MASKED = Attention(prepare_mask, attend_masked)
+FLASH = Attention(prepare_flash, attend_flash, attend_flash_prompts, by_text=True)
+PYTORCH = GraphOps("plain", MASKED, linear, begin, decode_layer, head, advance, prompt_layer)
 
 
 def plain_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[GraphOps]:
     """Return the functions that may run there without a compiler, the faster ones first."""
     q = torch.empty((1, 1, 1, head_dim), dtype=dtype, device=device)
     flash = head_dim % 8 == 0 and q.is_cuda and can_use_flash_attention(SDPAParams(q, q, q, None, 0.0, False, True))
-    return [FLASH, PYTORCH] if flash else [PYTORCH]
+    return [PYTORCH._replace(name="plain flash", attention=FLASH), PYTORCH] if flash else [PYTORCH]
 
 
 _COUNT = count()
 
 
 class Compiled:
-    """A function compiled by torch.compile: for the sizes of its first call, then for all sizes that vary.
+    """A function compiled by torch.compile: once for one row, and once for several, for all sizes that vary.
 
-    After calls with two lengths, a third length needs no compilation.
+    varying: the places of the arguments whose sizes vary, and the axes of these sizes; a tuple of tensors is one
+    argument. A size of 1 does not vary.
     """
 
-    def __init__(self, function: Any, backend: str | Callable[..., Any]) -> None:
-        self._made_of = function, backend
+    def __init__(
+        self, function: Any, backend: str | Callable[..., Any], varying: Mapping[int, Sequence[int]], **options: Any
+    ) -> None:
+        self._made_of = function, backend, varying
+        self._options = options
 
     @cached_property
     def _call(self) -> Callable[..., Any]:  # compiled by the first call, which raises if this Python cannot compile
-        function, backend = self._made_of
+        function, backend, _ = self._made_of
         # PyTorch records by a code's name and file which sizes vary; a new name keeps models apart.
         name = f"{function.__name__}_{next(_COUNT)}"
         own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-        # With the first, a product of one row becomes a kernel of its own, which keeps memory busier than a library's
-        # (https://github.com/meta-pytorch/gpt-fast); with the second, kernels that can run side by side become one.
-        tuned = {"coordinate_descent_tuning": True, "combo_kernels": True}
-        options: dict[str, Any] | None = tuned if backend == "inductor" else None
+        options = self._options if backend == "inductor" else None
         compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=True, options=options)
         return compiled
 
     def __call__(self, *given: Any) -> Any:
+        for place, axes in self._made_of[2].items():
+            for tensor in given[place] if isinstance(given[place], tuple) else (given[place],):
+                for axis in axes:
+                    if axis < tensor.ndim and tensor.shape[axis] > 1:
+                        torch._dynamo.mark_dynamic(tensor, axis)
         return self._call(*given)
 
-    def __reduce__(self) -> tuple[type["Compiled"], tuple[Any, ...]]:
-        return Compiled, self._made_of
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Compiled, **self._options), self._made_of
 
 
-def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH) -> GraphOps:
-    """Return the functions of `ops`, each compiled by torch.compile, `attend` as a part of `layer`."""
-    layer, head, advance = (Compiled(function, backend) for function in (ops.layer, ops.head, ops.advance))
-    return GraphOps(ops.name.replace("plain", "compiled"), ops.attend, layer, head, advance)
+def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH, **options: Any) -> GraphOps:
+    """Return the functions of `ops`, each compiled by torch.compile with further options of Inductor."""
+    options["combo_kernels"] = True  # kernels that can run side by side become one
+
+    def made(function: Any, varying: Mapping[int, Sequence[int]]) -> Compiled:
+        return Compiled(function, backend, varying, **options)
+
+    return GraphOps(
+        name=ops.name.replace("plain", "compiled"),
+        attention=ops.attention,
+        product=one_row_product,
+        begin=made(ops.begin, {1: (0, 1), 2: (0,), 3: (0,), 4: (0,)}),
+        layer=made(ops.layer, {2: (0,), 4: (0,), 5: (0, 1), 6: (0,), 7: (0, 1), 8: (0, 1)}),
+        head=made(ops.head, {0: (0,)}),
+        advance=made(ops.advance, {0: (0,), 1: (0, 1), 2: (0,), 3: (0,)}),
+        prompt_layer=made(ops.prompt_layer, {3: (0,), 5: (0,), 6: (0,), 7: (0,)}),
+    )

@@ -1,16 +1,19 @@
-"""The fast steps of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
+"""The fast path of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
-The host launches several steps, and reads their tokens while the next ones run. A step consists of the functions in
-`llama.fast.graph_ops`; `llama.fast.graph_trial` selects them. Prompts run on the plain path, and so do all steps if the
-cache is off. On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
+The host launches several steps, and reads their tokens while the next ones run. Prompts, and whole prefixes if the
+cache is off, are calls of compiled layers. Both consist of the functions in `llama.fast.graph_ops`, which
+`llama.fast.graph_trial` selects. On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import finalize
 
 import torch
@@ -18,14 +21,15 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_ops import PYTORCH, GraphOps, if_finite, step_on
+from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
-from llama.model import Transformer
-from llama.ops import without_cudnn
+from llama.model import RMSNorm, Transformer
+from llama.ops import last_real, without_cudnn
 from llama.quant.layers import quantized_weights
 from llama.request import Request
+from llama.rows import Rows
 from llama.sampling import Sampler, Settings, choose_ahead, must_sort
 from llama.stepper import CallKind
 
@@ -34,8 +38,12 @@ logger = logging.getLogger(__name__)
 # Steps between two reads of the results: a stream lags by at most twice as many, and as many may be computed in vain.
 SYNC_INTERVAL = 8
 LENGTH_STEP = 32  # buffer lengths are multiples of it, so that texts of similar length share buffers
+LEAST_SLOTS = 256  # if attention's time does not depend on the buffers, their lengths are powers of two from here on
+KEPT, KEPT_SHARE = 3, 1 / 16  # sets of buffers that are kept, and their share of the device's memory
 
 UNSURE = -2  # the id of a token that the candidates do not decide, see `choose_ahead`; -1: logits that are not finite
+
+PROMPTS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
 
 Replay = Callable[[], object]
 
@@ -48,7 +56,14 @@ class GraphKey(NamedTuple):
     logprobs: bool
 
 
-@dataclass
+class ModelWeights(NamedTuple):
+    """A model as the fast path reads it. trainable: whether a weight may record gradients."""
+
+    layers: list[LayerWeights]
+    trainable: bool
+
+
+@dataclass(eq=False)
 class DecodeBuffers:
     """The rows of a generation on the device, at the addresses that graphs read and write.
 
@@ -58,6 +73,8 @@ class DecodeBuffers:
     which may replace its own by a longer table. cache: static layers of (rows, slots). record: makes graphs. The last
     slot belongs to no text. model: its description. last: an event behind the latest launch.
     """
+
+    model: ModelWeights
 
     tokens: Tensor
     positions: Tensor
@@ -69,7 +86,6 @@ class DecodeBuffers:
     cos_sin: tuple[Tensor, Tensor]
     cache: Cache
     record: "Recorder"
-    model: object = None
     graphs: dict[GraphKey, Replay] = field(default_factory=dict)
     last: torch.cuda.Event | None = None
 
@@ -122,53 +138,84 @@ def mark_seen(batch: Batch) -> None:
 
 
 class GraphRunner:
-    """The buffers and graphs of a model's steps. `forwards` counts the steps.
+    """The buffers and graphs of a model's steps, and its calls for prompts. `forwards` counts both.
 
-    One text at a time uses the buffers; other texts run on the plain path meanwhile.
+    ops: the functions of a step with up to FEW_ROWS rows, and of prompts. many: those of a step with more rows. One
+    text at a time uses the buffers; other texts run on the plain path meanwhile.
     """
 
     exact: bool | None = None
-    takes_prompts = False
-    plain: frozenset[CallKind] = frozenset()  # prompts are no calls of this runner
 
-    def __init__(self, ops: GraphOps = PYTORCH, recorder: "type[Recorder] | None" = None) -> None:
-        self.ops, self._recorder = ops, recorder or Recorder
-        self.name = self.code = f"CUDA graphs of {ops.name} kernels"
+    def __init__(
+        self, ops: GraphOps = PYTORCH, many: GraphOps | None = None, *, recorder: "type[Recorder] | None" = None
+    ) -> None:
+        self.ops, self.many, self._recorder = ops, many or ops, recorder or Recorder
+        names = dict.fromkeys((self.ops.name, self.many.name))
+        self.name = self.code = f"CUDA graphs of {' and '.join(names)} kernels"
+        self.plain: frozenset[CallKind] = frozenset() if ops.attention.attend_prompts else PROMPTS
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
-        self._buffers: DecodeBuffers | None = None
+        self._sets: list[DecodeBuffers] = []  # the latest first
         self.in_use = Lock()  # acquired by the text that uses the buffers
         self._descriptions = Descriptions(_describe)
         self._retired = False
         self._warn = WarnOnce(logger)
 
-    def __reduce__(self) -> tuple[type["GraphRunner"], tuple[Any, ...]]:
-        return GraphRunner, (self.ops, self._recorder)  # a copied model has other weights and other graphs
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(GraphRunner, recorder=self._recorder)  # a copied model has other weights and other graphs
+        return made, (self.ops, self.many)
 
-    def __call__(self, *call: Any, **options: Any) -> None:
-        """Return None: the modules compute all calls of the model."""
+    def ops_for(self, rows: int) -> GraphOps:
+        """Return the functions of a step with so many rows."""
+        return self.many if CallKind.of(rows, 1).many else self.ops
 
-    def describe(self, model: Transformer) -> None:
-        """Raise Unsupported if the steps would not compute what the model's modules do."""
-        self._descriptions.of(model)
+    def describe(self, model: Transformer) -> ModelWeights:
+        """Return the model as the fast path reads it. Raises Unsupported if it would not compute what modules do."""
+        return self._descriptions.of(model).description
+
+    # ---- prompts, and whole prefixes without a cache -----------------------------------------------------------------
+
+    def __call__(
+        self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
+    ) -> Tensor | None:
+        """Return the logits of whole prompts; None for other calls, which the modules compute."""
+        if self.plain or self._retired or rows.start != 0 or rows.width == 1:
+            return None
+        if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
+            return None
+        try:
+            weights = self.describe(model)
+            if caching_of(model) != (cache is not None) or (weights.trainable and torch.is_grad_enabled()):
+                return None  # the modules record gradients
+            made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
+        except Unsupported as why:
+            self._warn(why)
+            return None
+        self.forwards += 1
+        return made
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "GraphStepper | None":
         """Return a stepper for the batch, or None if the plain path has to run it.
 
-        It has to if the text begins with a cache, if the caller set `on_step`, and for other samplers than `Sampler`.
+        It has to if the caller set `on_step`, and for other samplers than `Sampler`.
         """
         request = batch.request
-        usual = cache is None and request.on_step is None and type(batch.sampler) is Sampler
+        usual = request.on_step is None and type(batch.sampler) is Sampler
         if self._retired or not usual or self._watched(model) or not self.in_use.acquire(blocking=False):
             return None
         made = None
+        rows, length = len(request.prompts), request.longest
         try:
-            buffers = self.buffers_for(model, len(request.prompts), request.longest, _new_cache(model, request))
-            made = GraphStepper(self, model, batch, buffers)
+            buffers = self.buffers_for(model, rows, length, _new_cache(model, request, cache))
+            if cache is not None and rows == 1:
+                _allocate(cache, 1, length, model)
+            made = GraphStepper(self, model, batch, buffers, cache)
         except Unsupported as why:
             self._warn(why)
         except Exception as error:  # a driver may raise anything
-            self.give_up(error, len(request.prompts), request.longest)
+            self.give_up(error, rows, length)
         finally:
             if made is None:
                 self.in_use.release()
@@ -180,24 +227,22 @@ class GraphRunner:
     def may_step(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self._descriptions.of(model).description is buffers.model and caching_of(model)
+            same = self.describe(model) is buffers.model and caching_of(model)
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
             self._warn(why)
             return False
-        return self._buffers is buffers
+        return buffers in self._sets
 
     def give_up(self, error: Exception, rows: int, length: int) -> None:
         """Log the error and run the plain path: for this text if memory ran out, otherwise from now on."""
-        self._buffers = None
+        self.drop()
         if short_of_memory(error):
             self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
         else:
-            self._retired, self.name = True, "plain"
+            self._retired, self.name, self.plain = True, "plain", frozenset()
             self._warn(f"a step failed ({short_message(error)})")
-
-    # ---- steps ------------------------------------------------------------------------------------------------------
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step's graph; record it if there is none yet."""
@@ -207,7 +252,7 @@ class GraphRunner:
 
     def step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return a function without arguments that runs one step on the buffers."""
-        ops = self.ops
+        ops = self.ops_for(buffers.rows)
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
         settings = Settings(*(number if there else None for number, there in numbers))
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
@@ -228,29 +273,34 @@ class GraphRunner:
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
     def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache) -> DecodeBuffers:
-        """Return buffers for `rows` rows of `length` positions: the current ones if they fit, or new ones.
+        """Return buffers for `rows` rows of `length` positions: earlier ones if some fit, or new ones.
 
         cache: an empty one for new buffers. Raises Unsupported.
         """
-        description = self._descriptions.of(model).description
-        slots, buffers = -(-(length + 1) // LENGTH_STEP) * LENGTH_STEP, self._buffers
-        if (
-            buffers is None
-            or buffers.rows != rows
-            or not slots <= buffers.slots <= 2 * slots
-            or buffers.model is not description
-        ):
-            buffers = self._buffers = None  # free their memory before allocating more
-            buffers = new_buffers(model, rows, slots, cache, self._recorder(model.device))
-            buffers.model = description
-        if buffers.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
-            torch.cuda.current_stream(model.device).wait_event(buffers.last)
-        self._buffers = buffers
-        return buffers
+        weights, by_text = self.describe(model), self.ops_for(rows).attention.by_text
+        slots = max(LEAST_SLOTS, 1 << length.bit_length()) if by_text else -(-(length + 1) // LENGTH_STEP) * LENGTH_STEP
+        earlier = [buffers for buffers in self._sets if buffers.model is weights]
+        found = next((buffers for buffers in earlier if buffers.rows == rows), None)
+        others = [buffers for buffers in earlier if buffers is not found]
+        if found is None or not slots <= found.slots or not (by_text or found.slots <= 2 * slots):
+            found = None  # free their memory before allocating more
+            self._sets = others = _within_memory(others[: KEPT - 1], model.device)
+            try:
+                found = new_buffers(model, weights, rows, slots, cache, self._recorder(model.device))
+            except torch.OutOfMemoryError:
+                if not others:
+                    raise
+                self.drop()
+                others = []
+                return self.buffers_for(model, rows, length, cache)
+        if found.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
+            torch.cuda.current_stream(model.device).wait_event(found.last)
+        self._sets = [found, *others]
+        return found
 
     def drop(self) -> None:
-        """Release the buffers and their graphs."""
-        self._buffers = None
+        """Release all buffers and their graphs."""
+        self._sets = []
 
 
 class GraphStepper(PlainStepper):
@@ -258,12 +308,16 @@ class GraphStepper(PlainStepper):
 
     It uses the runner's buffers, and their cache, until it ends. The device computes all rows until then: rows that
     have ended are left out of the results, and of the cache once calls of the model continue.
+    given: the cache of a text that is continued. It is fed the prompt, and copied into the buffers: graphs are bound to
+    addresses, and recording takes as long as many steps.
     """
 
     model: Transformer
 
-    def __init__(self, runner: GraphRunner, model: Transformer, batch: Batch, buffers: DecodeBuffers) -> None:
-        super().__init__(model, batch, buffers.cache)
+    def __init__(
+        self, runner: GraphRunner, model: Transformer, batch: Batch, buffers: DecodeBuffers, given: Cache | None
+    ) -> None:
+        super().__init__(model, batch, given or buffers.cache)
         self._runner, self._buffers = runner, buffers
         self._end = finalize(self, runner.in_use.release)  # called once, at the latest when this object is freed
 
@@ -279,12 +333,25 @@ class GraphStepper(PlainStepper):
         calls = super().__iter__()
         try:
             yield next(calls)
+            self._copy_cache()
             yield from self._recorded(whole=must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k))
             mark_seen(self.batch)
-            self._buffers.cache.select_rows(self.batch.rows)
+            assert self.cache is not None
+            self.cache.select_rows(self.batch.rows)
             yield from calls
         finally:
             self._end()
+
+    def _copy_cache(self) -> None:
+        """Copy a given cache into the buffers, without the positions of the newest tokens.
+
+        The cache of a single row is a session's, which may be read between two steps: `_launch` copies back to it. That
+        of several rows is a copy for this batch, and is not used any more.
+        """
+        if self.cache is not self._buffers.cache:
+            _copy(self.cache, self._buffers.cache, len(self.batch.texts), 0, max(self.batch.cur_pos) - 1)
+            if len(self.batch.texts) > 1:
+                self.cache = self._buffers.cache
 
     def _recorded(self, *, whole: bool) -> Iterator[Chosen]:
         """Yield the tokens of further steps, each block after the next one was launched.
@@ -340,6 +407,9 @@ class GraphStepper(PlainStepper):
                 self._put_back(block.draws)
                 runner.give_up(error, buffers.rows, request.longest)
                 return None
+        if self.cache is not buffers.cache:
+            begin = batch.cur_pos[0] - 1 + ahead
+            _copy(buffers.cache, self.cache, 1, begin, begin + count)
         runner.forwards += count
         block.send()
         buffers.last = block.event
@@ -391,35 +461,82 @@ class StepBlock:
             yield row, logprobs[0][step] if logprobs else [None] * len(row)
 
 
-def _describe(model: Transformer) -> object:
-    """Return a new object for each model that differs from the one before. Raises Unsupported."""
+def _copy(source: Cache | None, target: Cache | None, rows: int, begin: int, end: int) -> None:
+    """Copy the first rows of a static cache, from position `begin` up to `end`."""
+    assert source is not None
+    assert target is not None
+    for one, other in zip(source.layers, target.layers, strict=True):
+        for name, tensor in one.held().items():
+            other.held()[name][:rows, begin:end] = tensor[:rows, begin:end]
+
+
+def _describe(model: Transformer) -> ModelWeights:
+    """Return the weights of a model; a new object for each model that differs from the one before.
+
+    Raises Unsupported.
+    """
     check_modules(model)
     if quantized_weights(model):
         raise Unsupported("quantised weights run on a CPU only")
-    if any(name.endswith(("bias", "q_norm.weight", "k_norm.weight")) for name, _ in model.named_parameters()):
-        raise Unsupported("biases, and norms of queries and keys, have no kernels for a GPU")
-    return object()
+    layers = []
+    for block in model.blocks:
+        eps = {name: module.eps for name, module in block.named_modules() if isinstance(module, RMSNorm)}
+        layers.append(LayerWeights(dict(block.named_parameters(remove_duplicate=False)), eps))
+    return ModelWeights(layers, any(weight.requires_grad for weight in model.parameters()))
 
 
-def _new_cache(model: Transformer, request: Request) -> Cache:
-    """Return an empty cache of the request's kind. Raises Unsupported."""
+def _new_cache(model: Transformer, request: Request, given: Cache | None) -> Cache:
+    """Return an empty cache for buffers. Raises Unsupported if the request's cache, or the given one, is not static."""
     if not caching_of(model):
         raise Unsupported("a GPU's fast step needs the KV cache")
-    cache = model.new_cache(request.kv_cache)
+    cache = model.new_cache(request.kv_cache) if given is None else given
     if any(type(layer) is not StaticCache for layer in cache.layers):
         raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
-    return cache
+    return cache if given is None else model.new_cache(cache.kind)
 
 
 def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
     """Feed every row's newest token with the cache; return the logits, (rows, vocab)."""
-    positions = buffers.positions
-    h: Tensor = model.tok_embeddings(buffers.tokens.gather(1, positions[:, None])[:, 0])
-    for block, (keys, values) in zip(model.blocks, buffers.keys_values, strict=True):
-        weights = dict(block.named_parameters(remove_duplicate=False))
-        eps = block.attention_norm.eps, block.ffn_norm.eps
-        h = ops.layer(ops.attend, h, weights, eps, *buffers.cos_sin, positions, keys, values)
+    positions, attention = buffers.positions, ops.attention
+    ids, cos_sin, prepared = ops.begin(attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
+    h: Tensor = model.tok_embeddings(ids)
+    for weights, (keys, values) in zip(buffers.model.layers, buffers.keys_values, strict=True):
+        h = ops.layer(attention.attend, ops.product, h, weights, cos_sin, prepared, positions, keys, values)
     return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+
+
+def prompt_logits(
+    model: Transformer,
+    weights: ModelWeights,
+    ops: GraphOps,
+    tokens: Tensor,
+    rows: Rows,
+    cache: Cache | None,
+    *,
+    logits: Literal["all", "last"],
+) -> Tensor:
+    """Feed whole prompts, with a cache of static layers or without one; return the logits as the model does."""
+    bsz, width = tokens.shape
+    first, shared = (
+        (ops.attention.attend_prompts, ops.product, model.args.head_dim),
+        shared_by_layers(model, bsz, width),
+    )
+    h: Tensor = model.tok_embeddings(tokens.flatten())
+    for number, layer in enumerate(weights.layers):
+        h, keys, values = ops.prompt_layer(*first, h, layer, *shared)
+        if cache is not None:
+            cache.layers[number].update(rows, *(made.view(bsz, width, *made.shape[1:]) for made in (keys, values)))
+    if logits == "last":
+        h = last_real(h.view(bsz, width, -1), rows.lengths).flatten(0, 1)
+    scores: Tensor = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+    return scores.view(bsz, -1, scores.shape[-1])
+
+
+def shared_by_layers(model: Transformer, bsz: int, width: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Return the last arguments of `prompt_layer`, which all layers share."""
+    cos, sin = (part[:width] for part in model.rope.up_to(width, model.device))
+    ends = torch.arange(bsz + 1, dtype=torch.int32, device=model.device) * width
+    return (cos.repeat(bsz, 1, 1), sin.repeat(bsz, 1, 1)), ends, cos
 
 
 class Recorder:
@@ -477,15 +594,16 @@ def _clear_workspaces() -> None:
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
-def new_buffers(model: Transformer, rows: int, slots: int, cache: Cache, record: Recorder) -> DecodeBuffers:
+def new_buffers(
+    model: Transformer, weights: ModelWeights, rows: int, slots: int, cache: Cache, record: Recorder
+) -> DecodeBuffers:
     """Return buffers with the cache, an empty one of static layers, which is allocated for all rows and slots."""
     device = model.device
     cos, sin = model.rope.up_to(slots, device)
-    for layer in cache.layers:
-        assert isinstance(layer, StaticCache)
-        layer.room(rows, slots, like=model.norm.weight)
+    _allocate(cache, rows, slots, model)
     with torch.inference_mode(False):  # tensors made in it could not be written outside of it
         return DecodeBuffers(
+            model=weights,
             tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
             positions=torch.zeros(rows, dtype=torch.int64, device=device),
             chosen=torch.zeros(rows, dtype=torch.int64, device=device),
@@ -497,6 +615,19 @@ def new_buffers(model: Transformer, rows: int, slots: int, cache: Cache, record:
             cache=cache,
             record=record,
         )
+
+
+def _allocate(cache: Cache, rows: int, slots: int, model: Transformer) -> None:
+    for layer in cache.layers:
+        assert isinstance(layer, StaticCache)
+        layer.room(rows, slots, like=model.norm.weight)
+
+
+def _within_memory(sets: list[DecodeBuffers], device: torch.device) -> list[DecodeBuffers]:
+    """Return the latest sets of buffers that together take at most KEPT_SHARE of a GPU's memory."""
+    most = KEPT_SHARE * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
+    ends = takewhile(lambda end: sum(buffers.cache.nbytes for buffers in sets[:end]) <= most, range(1, len(sets) + 1))
+    return sets[: max(ends, default=0)]
 
 
 def short_of_memory(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Select the functions of a GPU's steps: the fastest candidate that is right.
+"""Select the functions of a GPU's steps and prompts: the fastest candidate that is right.
 
 When a model is loaded, each candidate is compared with the modules on the device, recorded, replayed and timed. This
 also compiles it for rows and lengths that vary, so that no text waits for a compiler later.
@@ -8,79 +8,164 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from llama.fast.graph_ops import GraphOps
-from llama.fast.graph_runner import DecodeBuffers, GraphKey, GraphRunner, next_logits, short_message
+from llama.fast.graph_runner import (
+    DecodeBuffers,
+    GraphKey,
+    GraphRunner,
+    ModelWeights,
+    next_logits,
+    prompt_logits,
+    shared_by_layers,
+    short_message,
+)
 from llama.fast.supported import Unsupported
 from llama.host.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
+from llama.rows import Rows
 from llama.sampling import Settings
+from llama.stepper import FEW_ROWS
 
 logger = logging.getLogger(__name__)
 
-# How far kernels may be from the modules, as a share of the largest logit: float32 sums have another order, and 16-bit
-# numbers are rounded in other places.
+# How far kernels may be from the modules: float32 sums have another order, and 16-bit numbers are rounded in other
+# places. Of a layer: the norm of the difference as a share of the norm of its output. Of the logits: the largest
+# difference as a share of the largest logit; rounding adds up over the layers.
+LAYER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-SHAPES = ((1, 6), (1, 40), (2, 6))  # rows and lengths: one row, two rows, and buffers of two sizes
+# Rows and lengths of steps. Flash attention divides long texts into parts. FEW and MANY rows are timed.
+FEW, MANY = 1, 2 * FEW_ROWS
+SHAPES = ((FEW, 6), (FEW, 600), (2, 300), (MANY, 40))
+PROMPTS = ((1, 40), (2, 33))
+REPLAYS = 50  # that must be equal in all bits: a race between kernels shows in some of them only
 TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
+FASTER = 1.03  # a candidate replaces an earlier one if it is so many times as fast; less is noise
 
 GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False)
 
+Seconds = dict[int, float]  # of a step with FEW rows, and with MANY if the model's limits allow
 
-def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], float]) -> GraphOps | None:
-    """Return the candidate whose trial took the least time, or None if all trials failed; log the outcome of each."""
-    best: tuple[float, GraphOps] | None = None
+
+def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], Seconds]) -> dict[int, GraphOps]:
+    """Return the fastest candidate for FEW and for MANY rows; empty if all trials failed. Log the outcome of each."""
+    best: dict[int, tuple[float, GraphOps]] = {}
     for ops in candidates:
         try:
-            seconds = trial(ops)
+            taken = trial(ops)
         except Exception as why:  # a compiler, a capture or a driver may raise anything
             reason = why if isinstance(why, Unsupported) else short_message(why)
             logger.warning("fast: %s kernels are not used: %s", ops.name, reason)
             continue
-        logger.info("fast: %s kernels take %.3f ms", ops.name, 1e3 * seconds)
-        if best is None or seconds < best[0]:
-            best = seconds, ops
-    return None if best is None else best[1]
+        for rows, seconds in taken.items():
+            logger.info("fast: a step of %s kernels takes %.3f ms with %d rows", ops.name, 1e3 * seconds, rows)
+            if rows not in best or FASTER * seconds < best[rows][0]:
+                best[rows] = seconds, ops
+    return {rows: ops for rows, (_, ops) in best.items()}
 
 
-def try_steps(model: Transformer, runner: GraphRunner) -> float:
-    """Return the seconds of a step at batch 1. Raises Unsupported if steps do not compute what the modules do."""
-    seconds = []
-    model, ops, args = model.with_kv_caching(True), runner.ops, model.args
-    shapes = {(rows, min(length, args.max_seq_len)) for rows, length in SHAPES if rows <= (args.max_batch_size or rows)}
-    for rows, length in sorted(shapes):
+def try_steps(model: Transformer, runner: GraphRunner) -> Seconds:
+    """Return the seconds of a step. Raises Unsupported if steps do not compute what the modules do."""
+    model, args, taken = model.with_kv_caching(True), model.args, Seconds()
+    shapes = [(rows, min(length, args.max_seq_len)) for rows, length in SHAPES if rows <= (args.max_batch_size or rows)]
+    for rows, length in dict.fromkeys(shapes):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
-            off = ((next_logits(model, buffers, ops) - expected).abs().max() / expected.abs().max()).item()
-            if not off <= TOLERANCE[model.dtype]:
-                raise Unsupported(f"the {ops.name} kernels' logits are off by {off:.2g} of the largest here")
+            ops = runner.ops_for(rows)
+            _check_layers(model, buffers, ops)
+            _check_logits(model, ops, next_logits(model, buffers, ops), expected)
+            replay = _check_recorded(model, runner, buffers, ids)
             _place(buffers, ids)
-            step, wanted = runner.step(model, buffers, GREEDY_KEY), []
-            for _ in range(2):
-                step()
-                wanted.append([tensor.clone() for tensor in buffers.state()])
-            _place(buffers, ids)
-            replay = runner.recorded(model, buffers, GREEDY_KEY)
-            for states in wanted:
-                replay()
-                if not all(map(torch.equal, buffers.state(), states)):
-                    raise Unsupported(f"a recorded step of {ops.name} kernels does not repeat what was recorded")
-            if rows == 1:
-                seconds.append(_timed(model, replay))
-    return min(seconds)
+            _check_replays(model, buffers, ops)
+            if rows in (FEW, MANY):
+                taken[rows] = _timed(model, replay)
+    return taken
+
+
+def _check_layers(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
+    """Raise Unsupported if a layer's output for the newest tokens is not that of its module, from the same input."""
+    rows, positions = buffers.rows, buffers.positions
+    start = int(positions[0])
+    ids, cos_sin, prepared = ops.begin(ops.attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
+    h = model.tok_embeddings(ids)
+    for number, (block, weights, (keys, values)) in enumerate(
+        zip(model.blocks, buffers.model.layers, buffers.keys_values, strict=True)
+    ):
+        h = _small(h)
+        angles = model.rope.at([start] * rows, 1, model.device)
+        wanted = block(h[:, None], Rows.at([start] * rows, [1] * rows), angles, buffers.cache.layers[number])[:, 0]
+        made = ops.layer(ops.attention.attend, ops.product, h, weights, cos_sin, prepared, positions, keys, values)
+        _check_layer(ops, number, made, wanted)
+        h = wanted
+
+
+def _small(h: Tensor) -> Tensor:
+    """Return each vector with a root mean square of 0.1: a layer adds more to it, and so shows in its own output."""
+    return 0.1 * F.rms_norm(h, h.shape[-1:])
+
+
+def _check_layer(ops: GraphOps, layer: int, made: Tensor, wanted: Tensor) -> None:
+    off = ((made.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    if not off <= LAYER_TOLERANCE[wanted.dtype]:
+        raise Unsupported(f"the output of layer {layer} by {ops.name} kernels is off by {off:.2g} of its norm")
+
+
+def _check_logits(model: Transformer, ops: GraphOps, made: Tensor, wanted: Tensor) -> None:
+    off = ((made - wanted).abs().max() / wanted.abs().max()).item()
+    if not off <= TOLERANCE[model.dtype]:
+        raise Unsupported(f"the {ops.name} kernels' logits are off by {off:.2g} of the largest here")
+
+
+def _check_replays(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
+    """Raise Unsupported unless all replays of a recorded step make the same logits, bit for bit."""
+    logits = torch.empty_like(next_logits(model, buffers, ops))
+    replay = buffers.recorded(lambda: logits.copy_(next_logits(model, buffers, ops)))
+    replay()
+    first = logits.clone()
+    for number in range(1, REPLAYS):
+        replay()
+        if not torch.equal(logits, first):
+            raise Unsupported(f"replay {number} of {ops.name} kernels makes other logits than the first")
+
+
+def _check_recorded(
+    model: Transformer, runner: GraphRunner, buffers: DecodeBuffers, ids: Tensor
+) -> Callable[[], object]:
+    """Return a recorded step. Raises Unsupported if two replays do not what two unrecorded steps do."""
+    _place(buffers, ids)
+    step, wanted = runner.step(model, buffers, GREEDY_KEY), []
+    for _ in range(2):
+        step()
+        wanted.append([tensor.clone() for tensor in buffers.state()])
+    _place(buffers, ids)
+    replay = runner.recorded(model, buffers, GREEDY_KEY)
+    for states in wanted:
+        replay()
+        if not all(map(torch.equal, buffers.state(), states)):
+            raise Unsupported(
+                f"a recorded step of {runner.ops_for(buffers.rows).name} kernels does not repeat what was recorded"
+            )
+    return replay
 
 
 @contextmanager
 def _filled(
     model: Transformer, runner: GraphRunner, rows: int, length: int
 ) -> Iterator[tuple[DecodeBuffers, Tensor, Tensor]]:
-    """Yield the runner's buffers with ids in texts and cache, the ids, and the logits behind them by the modules."""
+    """Yield the runner's buffers with ids in texts and cache, the ids, and the logits behind them by the modules.
+
+    All slots of the cache behind the texts are NaN, which shows in the logits of a kernel that reads one.
+    """
     ids = torch.arange(rows * length, device=model.device).view(rows, length) % model.args.vocab_size
     with torch.inference_mode(), without_cudnn(model.device):
         buffers = runner.buffers_for(model, rows, length, model.new_cache("static"))
+        for tensor in chain.from_iterable(buffers.keys_values):
+            tensor.fill_(torch.nan)
         try:
             if length > 1:
                 model(ids[:, :-1], 0, cache=buffers.cache, logits="last")
@@ -89,6 +174,63 @@ def _filled(
             yield buffers, ids, expected
         finally:
             runner.drop()
+
+
+def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
+    """Return the functions, without attention of prompts if the trial of prompts fails, which is logged."""
+    if ops.attention.attend_prompts is None:
+        return ops
+    try:
+        try_prompts(model, ops)
+    except Exception as why:  # a compiler or a driver may raise anything
+        reason = why if isinstance(why, Unsupported) else short_message(why)
+        logger.warning("fast: prompts run on the plain path: %s", reason)
+        return ops._replace(attention=ops.attention._replace(attend_prompts=None))
+    return ops
+
+
+def try_prompts(model: Transformer, ops: GraphOps) -> None:
+    """Raise Unsupported if `ops.prompt_layer` does not compute what the modules do, with the cache and without."""
+    weights, args = GraphRunner(ops).describe(model), model.args
+    for bsz, width in PROMPTS:
+        if bsz > (args.max_batch_size or bsz) or width > args.max_seq_len:
+            continue
+        ids = torch.arange(bsz * width, device=model.device).view(bsz, width) % args.vocab_size
+        rows = Rows.at([0] * bsz, [width - row for row in range(bsz)], width=width, prompt_ends=True)
+        with torch.inference_mode(), without_cudnn(model.device):
+            _check_prompt_layers(model.with_kv_caching(False), weights, ops, ids, rows)
+            for caching in (False, True):
+                _check_prompts(model.with_kv_caching(caching), weights, ops, ids, rows)
+
+
+def _check_prompt_layers(model: Transformer, weights: ModelWeights, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
+    """Raise Unsupported if a layer's output for whole prompts is not that of its module, from the same input."""
+    first, shared = (
+        (ops.attention.attend_prompts, ops.product, model.args.head_dim),
+        shared_by_layers(model, *ids.shape),
+    )
+    h = model.tok_embeddings(ids)
+    for number, block in enumerate(model.blocks):
+        h = _small(h)
+        wanted = block(h, rows, model.rope.at(rows.starts, rows.width, model.device), None)
+        made = ops.prompt_layer(*first, h.flatten(0, 1), weights.layers[number], *shared)[0]
+        _check_layer(ops, number, made, wanted.flatten(0, 1))
+        h = wanted
+
+
+def _check_prompts(model: Transformer, weights: ModelWeights, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
+    """Raise Unsupported if the logits after prompts, or after a step on their cache, are not those of the modules."""
+    own, other = (model.new_cache("static") if model.kv_caching else None for _ in range(2))
+    pairs = [
+        (
+            prompt_logits(model, weights, ops, ids, rows, own, logits="last"),
+            model(ids, rows, cache=other, logits="last"),
+        )
+    ]
+    if model.kv_caching and rows.width < model.args.max_seq_len:
+        pairs.append(tuple(model(ids[:, :1], rows.lengths, cache=cache, logits="last") for cache in (own, other)))
+    for made, wanted in pairs:
+        _check_logits(model, ops, made, wanted)
 
 
 def _place(buffers: DecodeBuffers, ids: Tensor) -> None:

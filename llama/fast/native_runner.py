@@ -39,7 +39,7 @@ class NativeRunner:
     of leaving a forward to the plain path, which gives other bits.
     """
 
-    name, takes_prompts = "native", True
+    name = "native"
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._native = folder, NativeForward(folder)

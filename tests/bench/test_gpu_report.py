@@ -28,7 +28,7 @@ from llama.bench.gpu.checks import check_gpu
 from llama.bench.run import worker
 from llama.bench.run.jobs import JobDied
 from llama.fast import graph_ops
-from llama.fast.graph_ops import PYTORCH
+from llama.fast.graph_ops import PYTORCH, LayerWeights
 from llama.host.machine import environment
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
@@ -93,13 +93,14 @@ def test_the_limits_of_all_parts_make_eight_minutes(script: ModuleType) -> None:
     assert script.MACHINE_S + 3 * script.PART_S <= 8 * 60
 
 
-def wrong_layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
-    return graph_ops.decode_layer(attend, h, *given) + 0.5 * h.roll(1, dims=-1)
+def wrong_layer(attend: Any, product: Any, h: Tensor, *given: Any) -> Tensor:
+    return graph_ops.decode_layer(attend, product, h, *given) + 0.5 * h.roll(1, dims=-1)
 
 
-def layer_without_norm(attend: Any, h: Tensor, weights: dict[str, Tensor], *given: Any) -> Tensor:
-    norm = torch.ones_like(weights["ffn_norm.weight"])
-    return graph_ops.decode_layer(attend, h, {**weights, "ffn_norm.weight": norm}, *given)
+def layer_without_norm(attend: Any, product: Any, h: Tensor, weights: LayerWeights, *given: Any) -> Tensor:
+    norm = torch.ones_like(weights.tensors["ffn_norm.weight"])
+    unnormed = weights._replace(tensors={**weights.tensors, "ffn_norm.weight": norm})
+    return graph_ops.decode_layer(attend, product, h, unnormed, *given)
 
 
 def broken_layer(*given: object) -> Any:

@@ -10,9 +10,10 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, count
 from threading import Thread
 from typing import Any
@@ -40,11 +41,12 @@ from llama.fast.graph_runner import (
     Recorder,
     Replay,
 )
-from llama.fast.graph_trial import fastest, try_steps
+from llama.fast.graph_trial import FEW, MANY, fastest, try_steps, with_prompts
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers
 from llama.request import Options
+from llama.rows import Rows
 
 VOCAB = 61
 ARGS = tiny_args(dim=24, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=VOCAB, max_seq_len=200)
@@ -68,8 +70,7 @@ def ran(model: Transformer) -> int:
 
 def buffers_of(model: Transformer) -> DecodeBuffers:
     assert isinstance(model.runner, GraphRunner)
-    assert model.runner._buffers is not None
-    return model.runner._buffers
+    return model.runner._sets[0]
 
 
 def are_free(model: Transformer) -> bool:
@@ -113,6 +114,20 @@ def test_recorded_steps_make_the_tokens_of_the_plain_path(way: str) -> None:
         assert ran(fast) - before == room - 1  # the first token follows from the prompt
 
 
+@pytest.mark.parametrize("more", [{"attention_bias": True}, {"qk_norm": True}, {"tied_head": True}])
+def test_biases_and_norms_of_heads_are_computed(more: dict[str, bool]) -> None:
+    """As in Qwen 2 and Qwen 3."""
+    plain, fast = twins(replace(ARGS, **more))
+    for model in (plain, fast):
+        torch.manual_seed(3)
+        for name, weight in model.named_parameters():
+            if name.endswith(("bias", "_norm.weight")):
+                weight.uniform_(0.5, 1.5)
+    fast.runner = GraphRunner(WITH_PROMPTS)
+    assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
+    assert ran(fast) == 9
+
+
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_batch_with_any_lengths_and_any_stops_is_the_plain_paths(data: st.DataObject) -> None:
@@ -137,6 +152,36 @@ def test_steps_are_recorded_once_and_serve_texts_of_nearly_one_length(recordings
     assert len(recordings) == 3
     fast.generate_tokens([[1], [2]], LENGTH_STEP + 5, **GREEDY)  # more room
     assert len(recordings) == 4
+
+
+def test_texts_of_few_and_of_many_rows_in_turn_are_recorded_once_each(
+    recordings: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, fast = twins()
+    for rows in (1, 16, 1, 16, 3, 1):
+        prompts = [[7]] * rows
+        assert fast.generate_tokens(prompts, 9, **GREEDY) == plain.generate_tokens(prompts, 9, **GREEDY)
+    assert len(recordings) == 3
+    fast.generate_tokens([[7]] * 2, 9, **GREEDY)  # the sets of 3 and 1 rows were used after that of 16
+    fast.generate_tokens([[7]], 9, **GREEDY)
+    assert len(recordings) == 4
+    fast.generate_tokens([[7]] * 16, 9, **GREEDY)
+    assert len(recordings) == 5
+    monkeypatch.setattr(graph_runner, "_within_memory", lambda *_: [])
+    fast.generate_tokens([[7]] * 5, 9, **GREEDY)
+    assert isinstance(fast.runner, GraphRunner)
+    assert [buffers.rows for buffers in fast.runner._sets] == [5]
+
+
+def test_buffers_whose_length_costs_no_time_serve_texts_of_many_lengths(recordings: list[object]) -> None:
+    plain, fast = twins(replace(ARGS, max_seq_len=600))
+    by_text = graph_ops.PYTORCH._replace(attention=graph_ops.MASKED._replace(by_text=True))
+    fast.runner = GraphRunner(by_text)
+    for length in (9, 100, 255, 256, 9, 500):
+        prompts = [[7] * (length - 8)]
+        assert fast.generate_tokens(prompts, 8, **GREEDY) == plain.generate_tokens(prompts, 8, **GREEDY)
+    assert len(recordings) == 2  # the last slot belongs to no text, so 256 positions need more than 256 slots
+    assert buffers_of(fast).slots == 512
 
 
 def test_other_numbers_to_sample_by_need_no_recording(recordings: list[object]) -> None:
@@ -204,10 +249,10 @@ def test_functions_are_compiled_when_they_are_tried_and_never_in_a_text(
 ) -> None:
     plain, fast = twins()
     ops = graph_ops.compiled(backend[0])
-    assert try_steps(fast, GraphRunner(ops)) > 0
+    assert try_steps(fast, GraphRunner(ops)).keys() == {FEW, MANY}
     fast.runner = GraphRunner(ops)
     compiled = len(backend[1])
-    assert compiled > 0
+    assert compiled == 2 * len([ops.begin, ops.layer, ops.head, ops.advance])  # for one row, and for several
     for prompts, room in ((PROMPTS, 9), (PROMPTS[:1], 2 * LENGTH_STEP), (PROMPTS * 3, LENGTH_STEP)):
         assert fast.generate_tokens(prompts, room, **GREEDY) == plain.generate_tokens(prompts, room, **GREEDY)
     assert len(backend[1]) == compiled
@@ -221,7 +266,7 @@ def test_models_of_other_sizes_do_not_share_what_is_compiled(
     """Numbers of heads that vary would be taken for numbers that only the device knows."""
     for args in (ARGS, replace(ARGS, n_heads=3, n_kv_heads=3, head_dim=8)):
         model = tiny_model(args, dtype=torch.float64).requires_grad_(False)
-        assert try_steps(model, GraphRunner(graph_ops.compiled(backend[0]))) > 0
+        try_steps(model, GraphRunner(graph_ops.compiled(backend[0])))
 
 
 @pytest.mark.parametrize("refuses", ["the backend", "PyTorch"])
@@ -247,34 +292,42 @@ def test_functions_that_cannot_be_compiled_are_not_used(
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
+FLASH = graph_ops.PYTORCH._replace(name="plain flash", attention=graph_ops.FLASH)
+
+
 def test_masked_attention_runs_if_flash_attention_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a CPU, which does not have its operator."""
     _, fast = twins(device="cpu")
     assert graph_ops.plain_ops(torch.device("cpu"), torch.bfloat16, 64) == [graph_ops.PYTORCH]
-    monkeypatch.setattr(choose, "plain_ops", lambda *_: [graph_ops.FLASH, graph_ops.PYTORCH])
+    monkeypatch.setattr(choose, "plain_ops", lambda *_: [FLASH, graph_ops.PYTORCH])
     monkeypatch.setattr(choose, "compiled", lambda _, ops: ops)
     with caplog.at_level(logging.WARNING, "llama"):
         choose._use_graphs(fast.double())
-    assert fast.execution.runner == "CUDA graphs of plain kernels"
+    assert str(fast.execution) == "CUDA graphs of plain kernels, plain prompts"
     assert len(caplog.messages) == 2
     assert all(words.startswith("fast: plain flash kernels are not used: ") for words in caplog.messages)
 
 
-def test_the_fastest_candidate_that_is_right_is_selected(caplog: pytest.LogCaptureFixture) -> None:
-    seconds = {"slow": 3.0, "wrong": None, "fast": 2.0}
-    slow, wrong, fast = (graph_ops.PYTORCH._replace(name=name) for name in seconds)
+def test_the_fastest_candidate_that_is_right_is_selected_for_few_rows_and_for_many(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seconds = {"first": {FEW: 3.0, MANY: 4.0}, "wrong": None, "second": {FEW: 2.0, MANY: 5.0}, "same": {FEW: 1.99}}
+    first, wrong, second, same = (graph_ops.PYTORCH._replace(name=name) for name in seconds)
 
-    def trial(ops: graph_ops.GraphOps) -> float:
-        if (took := seconds[ops.name]) is None:
+    def trial(ops: graph_ops.GraphOps) -> dict[int, float]:
+        if (taken := seconds[ops.name]) is None:
             raise Unsupported("its logits are wrong")
-        return took
+        return taken
 
     with caplog.at_level(logging.WARNING, "llama"):
-        assert fastest([slow, wrong, fast], trial) is fast
+        assert fastest([first, wrong, second, same], trial) == {FEW: second, MANY: first}
     assert caplog.messages == ["fast: wrong kernels are not used: its logits are wrong"]
-    assert fastest([wrong], trial) is None
+    assert fastest([wrong], trial) == {}
+    runner = GraphRunner(second, first)
+    assert [runner.ops_for(rows) for rows in (1, 8, 9)] == [second, second, first]
+    assert runner.name == "CUDA graphs of second and first kernels"
 
 
 def test_the_cached_twin_of_a_model_without_a_cache_uses_the_same_graphs(recordings: list[object]) -> None:
@@ -345,6 +398,89 @@ def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
     assert are_free(fast)
     assert ran(fast) <= 29 + 2 * SYNC_INTERVAL  # steps that were launched when the stream was left
     assert fast.generate(Bytes(), "ab", 30, **GREEDY) == plain.generate(Bytes(), "ab", 30, **GREEDY)
+
+
+# ---- prompts, and whole prefixes without a cache ---------------------------------------------------------------------
+
+
+def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, width: int) -> Tensor:
+    """Do what flash attention does on a GPU."""
+    assert ends.tolist() == [width * row for row in range(len(q) // width + 1)]
+    q, keys, values = (each.unflatten(0, (-1, width)).transpose(1, 2) for each in (q, keys, values))
+    output = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+WITH_PROMPTS = graph_ops.PYTORCH._replace(attention=graph_ops.MASKED._replace(attend_prompts=attend_prompts))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_and_whole_prefixes_are_those_of_the_plain_path(way: str) -> None:
+    plain, fast = twins()
+    fast.runner = GraphRunner(WITH_PROMPTS)
+    for kv_caching in (True, False):
+        before = ran(fast)
+        ours = fast.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **WAYS[way])
+        assert_same(ours, plain.generate_tokens(PROMPTS, 9, kv_caching=kv_caching, **WAYS[way]))
+        assert ran(fast) - before == 9
+
+
+@pytest.mark.parametrize("kind", ["concat", "paged", "int8", "window:8"])
+def test_prompts_of_other_kinds_of_cache_are_plain(kind: str) -> None:
+    plain, fast = twins(replace(ARGS, n_heads=2, n_kv_heads=2, head_dim=32))
+    fast.runner = GraphRunner(WITH_PROMPTS)
+    ours = fast.generate_tokens(PROMPTS, 9, kv_cache=kind, **GREEDY)
+    assert ours == plain.generate_tokens(PROMPTS, 9, kv_cache=kind, **GREEDY)
+    assert ran(fast) == 0
+
+
+def test_prompts_record_gradients_on_the_plain_path() -> None:
+    _, fast = twins()
+    fast.requires_grad_(True)
+    fast.runner, fast.kv_caching = GraphRunner(WITH_PROMPTS), False
+    ids = torch.tensor([[1, 2, 3]], device=DEVICE)
+    fast(ids).sum().backward()
+    assert fast.blocks[0].feed_forward.w1.weight.grad is not None
+    assert ran(fast) == 0
+    with torch.inference_mode():
+        fast(ids)
+    assert ran(fast) == 1
+
+
+@pytest.mark.parametrize("part", ["attention", "layer"])
+def test_prompts_are_plain_if_their_trial_fails(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    def late(*given: Any) -> Tensor:
+        return attend_prompts(*given).roll(1, dims=0)
+
+    def layer(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        h, keys, values = graph_ops.prompt_layer(*given)
+        return h, keys, values * 0.9  # which only a later step reads
+
+    plain, _ = twins(dtype=torch.float32)
+    assert with_prompts(plain, WITH_PROMPTS) is WITH_PROMPTS
+    wrong = WITH_PROMPTS._replace(prompt_layer=layer)
+    if part == "attention":
+        wrong = WITH_PROMPTS._replace(attention=WITH_PROMPTS.attention._replace(attend_prompts=late))
+    with caplog.at_level(logging.WARNING, "llama"):
+        plain.runner = GraphRunner(with_prompts(plain, wrong))
+    assert str(plain.execution) == "CUDA graphs of plain kernels, plain prompts"
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("fast: prompts run on the plain path: ")
+
+
+def test_prompts_are_compiled_once_for_any_rows_and_any_lengths(
+    backend: tuple[Backend, list[torch.fx.GraphModule]],
+) -> None:
+    plain, _ = twins()
+    of_any_size = graph_ops.MASKED._replace(attend_prompts=lambda q, *_: q.clone())
+    ops = graph_ops.compiled(backend[0], graph_ops.PYTORCH._replace(attention=of_any_size))._replace(
+        head=graph_ops.head
+    )
+    weights = GraphRunner().describe(plain)
+    for bsz, width in ((1, 40), (2, 33), (16, 12), (3, 7), (1, 100)):
+        ids, rows = torch.ones((bsz, width), dtype=torch.int64, device=DEVICE), Rows.at([0] * bsz, [width] * bsz)
+        graph_runner.prompt_logits(plain, weights, ops, ids, rows, None, logits="last")
+        assert len(backend[1]) == 1
 
 
 # ---- left to the plain path ------------------------------------------------------------------------------------------
@@ -473,16 +609,68 @@ def test_a_row_that_may_not_grow_stays_out_of_the_steps() -> None:
     assert ran(fast) == 8
 
 
-def test_a_session_runs_on_the_plain_path() -> None:
+# ---- texts that are continued ----------------------------------------------------------------------------------------
+
+
+def conversation(model: Transformer) -> Iterator[object]:
+    """Yield what sessions give that are fed, continued, forked, rewound, saved between two steps, and left early."""
+    first, second = model.session(Ids()), model.session(Ids())
+    for _ in range(2):  # in turn
+        for session in (first, second):
+            session.append(PROMPTS[2] if session is first else PROMPTS[0])
+            yield session.generate(11, **GREEDY)
+            yield session.generate(3, temperature=0.9, top_p=0.8, seed=4)
+    with first.stream(30, **GREEDY) as stream:
+        yield [next(stream) for _ in range(13)]
+        fork = first.fork()  # of a text that grows
+        yield [*stream]
+    yield fork.generate(20, **GREEDY)
+    with second.stream(30, **GREEDY) as stream:
+        yield [next(stream) for _ in range(5)]
+    yield second.generate(40, **GREEDY)  # more than the buffers have
+    second.rewind(9)
+    yield second.generate(9, **GREEDY)
+    yield model.generate_tokens([[1, 2], [3]], 9, prefix=first, **GREEDY)
+    yield model.generate_tokens([[1, 2]], 9, prefix=first, logprobs=True, **GREEDY)[0]
+    yield first.generate(5, **GREEDY)
+    yield [session.tokens for session in (first, second, fork)]
+    yield [session.position for session in (first, second, fork)]
+
+
+def test_sessions_have_the_texts_of_the_plain_path(recordings: list[object]) -> None:
     plain, fast = twins()
-    texts = []
-    for model in (plain, fast):
+    for ours, theirs in zip(conversation(fast), conversation(plain), strict=True):
+        assert ours == theirs
+    assert ran(fast) > 150
+    assert len(recordings) <= 9  # one for each size and each set of options, not for each session
+
+
+def test_the_cache_of_a_session_has_the_positions_of_its_text_between_two_steps() -> None:
+    caches = []
+    for model in twins():
         session = model.session(Ids())
-        session.feed(PROMPTS[2])
-        grown = session.generate(9, **GREEDY)
-        texts.append((grown, model.generate_tokens(PROMPTS, 9, prefix=session, **GREEDY)))
-    assert texts[0] == texts[1]
+        session.feed(PROMPTS[0])
+        with session.stream(20, **GREEDY) as stream:
+            for _ in range(10):
+                next(stream)
+            caches.append(session.fork().cache.state(1, session.position - 1))
+    for ours, theirs in zip(*caches, strict=True):
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-12)
+
+
+def test_a_session_with_another_kind_of_cache_is_plain_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    _, fast = twins()
+    for kind in ("concat", "paged"):
+        session = fast.session(Ids(), kv_cache=kind)
+        session.feed(PROMPTS[0])
+        for _ in range(2):
+            session.generate(3, **GREEDY)
     assert ran(fast) == 0
+    assert caplog.messages == [
+        f"fast: kv_cache={kind!r} has no fast step; these kinds have one: static; the plain path runs instead"
+        for kind in ("concat", "paged")
+    ]
 
 
 def test_on_step_and_hooks_of_the_model_see_every_step() -> None:
@@ -648,17 +836,68 @@ def test_exact_mode_and_graphs_exclude_each_other() -> None:
     fast.exact = False
 
 
-def wrong_layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
-    return graph_ops.decode_layer(attend, h, *given) * (1 if len(h) == 1 else 1.5)  # wrong for several rows only
+def own_layer(change: Callable[[Tensor, int], Tensor]) -> graph_ops.GraphOps:
+    """Return functions whose attention's output, (rows, n_heads, head_dim), is changed; by the number of the call."""
+    calls = count()
+
+    def attend(*given: Any) -> Tensor:
+        return change(graph_ops.attend_masked(*given), next(calls))
+
+    return graph_ops.PYTORCH._replace(name="own", attention=graph_ops.MASKED._replace(attend=attend))
 
 
-def test_kernels_whose_logits_are_not_the_modules_are_not_used() -> None:
-    plain, _ = twins(dtype=torch.float32)
-    assert try_steps(plain, GraphRunner(graph_ops.PYTORCH._replace(name="right"))) > 0
-    wrong = GraphRunner(graph_ops.PYTORCH._replace(name="wrong", layer=wrong_layer))
-    with pytest.raises(Unsupported, match="the wrong kernels' logits are off by"):
-        try_steps(plain, wrong)
-    assert wrong._buffers is plain.cache is None
+def halve_several_rows(output: Tensor, call: int) -> Tensor:
+    return output if len(output) == 1 else output * 0.5
+
+
+def lose_a_head_of_the_second_layer(output: Tensor, call: int) -> Tensor:
+    output[:, 3] *= call % ARGS.n_layers != 1
+    return output
+
+
+def differ_in_one_replay(output: Tensor, call: int) -> Tensor:
+    return output * (2 if call == 101 else 1)
+
+
+def read_a_slot_behind_the_position(q: Tensor, keys: Tensor, values: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+    (seen,) = prepared
+    return graph_ops.attend_masked(q, keys, values, (seen | seen.roll(1, dims=1),))
+
+
+def read_nan() -> graph_ops.GraphOps:
+    return graph_ops.PYTORCH._replace(attention=graph_ops.MASKED._replace(attend=read_a_slot_behind_the_position))
+
+
+def rotate_logits() -> graph_ops.GraphOps:
+    return graph_ops.PYTORCH._replace(head=lambda h, *given: graph_ops.head(h, *given).roll(1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (partial(own_layer, halve_several_rows), "the output of layer 0 by own kernels is off by"),
+        (partial(own_layer, lose_a_head_of_the_second_layer), "the output of layer 1 by own kernels is off by"),
+        (partial(own_layer, differ_in_one_replay), r"replay \d+ of own kernels makes other logits than the first"),
+        (read_nan, "the output of layer 0 by plain kernels is off by nan"),
+        (rotate_logits, "the plain kernels' logits are off by"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_are_wrong_anywhere_are_not_used(
+    wrong: Callable[[], graph_ops.GraphOps], words: str, dtype: torch.dtype
+) -> None:
+    plain, _ = twins(dtype=dtype)
+    runner = GraphRunner(wrong())
+    with pytest.raises(Unsupported, match=words):
+        try_steps(plain, runner)
+    assert not runner._sets
+    assert plain.cache is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_that_are_right_are_timed(dtype: torch.dtype) -> None:
+    plain, _ = twins(dtype=dtype)
+    assert try_steps(plain, GraphRunner()).keys() == {FEW, MANY}
 
 
 @pytest.mark.parametrize(
@@ -669,20 +908,21 @@ def test_a_step_that_cannot_be_recorded_or_repeated_fails_its_trial(recorder: ty
     runner = GraphRunner(recorder=recorder)
     with pytest.raises((Unsupported, RuntimeError), match=words):
         try_steps(plain, runner)
-    assert runner._buffers is plain.cache is None
+    assert not runner._sets
+    assert plain.cache is None
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_size": 1}, {"max_seq_len": 2}])
 def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
     calls: list[int] = []
 
-    def layer(attend: Any, h: Tensor, *given: Any) -> Tensor:
+    def layer(attend: Any, product: Any, h: Tensor, *given: Any) -> Tensor:
         calls.append(len(h))
-        return graph_ops.decode_layer(attend, h, *given)
+        return graph_ops.decode_layer(attend, product, h, *given)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
     try_steps(model, GraphRunner(graph_ops.PYTORCH._replace(name="own", layer=layer)))
-    assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2})
+    assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2, MANY})
 
 
 def test_quantised_weights_are_not_supported() -> None:

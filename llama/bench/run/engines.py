@@ -162,8 +162,6 @@ class LlamaEngine(Engine):
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         left = set(self.model.execution.plain)
         run.fast_wanted = sum(CallKind.of(*fed) not in left for fed in run.fed)
-        if self.model.runner is not None and not self.model.runner.takes_prompts:  # it takes cached steps alone
-            run.fast_wanted = run.fast_wanted - 1 if kv_caching else 0
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
             # Only the plain path shows a prompt's attention to its cache.
