@@ -87,6 +87,7 @@ MAY_IMPORT = {
         "args costs host.files model quant ranks rope tokenizer untrusted checkpoint",
         "torch numpy safetensors gguf",
     ),
+    "llama/fast/graph_kernels.py": ("ops fast", "torch triton"),
     "llama/fast/native_build.py": ("", ""),
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
     "llama/quality/": ("cli.progress kv_cache model", "torch"),
@@ -136,7 +137,7 @@ MAY_IMPORT = {
     ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
-    "scripts/gpu_lab/": (f"{CORE} bench costs fast host testing", "torch triton numpy transformers kernels"),
+    "scripts/gpu_lab.py": (f"{CORE} bench costs fast host testing", "torch triton numpy transformers"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 

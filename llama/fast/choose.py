@@ -1,10 +1,14 @@
 """Choose the runner of a model with `fast`: native code on a CPU, CUDA graphs on a GPU, else the plain path."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from llama.fast.graph_ops import GraphOps, compiled, plain_ops
-from llama.fast.graph_runner import GraphRunner
+from llama.fast.graph_runner import GraphRunner, ModelWeights
 from llama.fast.graph_trial import FEW, MANY, Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
@@ -59,15 +63,28 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
 def _use_graphs(model: Transformer) -> None:
     """Try the kernels for this device, and set a runner with the fastest of those that are right."""
     logger.info("fast: compiling and trying steps; the first time takes some tens of seconds")
-    GraphRunner().describe(model)
 
     def trial(ops: GraphOps) -> Seconds:
         return try_steps(model, GraphRunner(ops))
 
-    for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
-        best = fastest([compiled(COMPILER, plain)], trial) or fastest([plain], trial)
+    for ops in _kernels(model, GraphRunner().describe(model)):
+        best = fastest([ops], trial)
         if best:
             model.runner = GraphRunner(with_prompts(model, best[FEW]), best.get(MANY))
             logger.info("fast: %s", model.execution)
             return
     raise Unsupported("no step works on this GPU")
+
+
+def _kernels(model: Transformer, weights: ModelWeights) -> Iterator[GraphOps]:
+    """Yield the kernels for this device, the fastest on the GPUs that were measured first."""
+    every_plain = plain_ops(model.device, model.dtype, model.args.head_dim)
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):
+        with suppress(ImportError):  # of Triton
+            from llama.fast.graph_kernels import triton_ops, triton_serves
+
+            if all(triton_serves(layer, model.args.head_dim) for layer in weights.layers):
+                yield triton_ops(compiled(COMPILER, every_plain[0]))
+    for plain in every_plain:
+        yield compiled(COMPILER, plain)
+        yield plain

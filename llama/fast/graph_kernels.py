@@ -1,0 +1,372 @@
+"""Triton kernels for the layers of a step on a Hopper GPU: attention of one token, and products of few rows.
+
+A step reads each weight once, so its time is that of reading them and of the gaps between kernels. Weights are the left
+operand of a product, and rows, padded to 16, the right one: Hopper's wgmma fixes the size of the left one at 64 only.
+A kernel may be launched early (programmatic dependent launch): it fetches its first weights into the L2 cache while the
+kernel before it ends. No sum is split between programs, so every replay has the same bits.
+`decode_layer` and `head` in llama/fast/graph_ops.py define the results. Knows tensors, not modules.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# (a kernel's parameters are Triton's, and Triton is not typed)
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, advance, begin
+from llama.ops import linear
+
+PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smallest size of a tensor core's operand
+# Attention. Up to ONE_SPLIT slots, one program has all of them: a second launch costs as much as splits save. Above,
+# each has SPLIT, or more in the longest texts: `_combine` has all results of a head in registers.
+ONE_SPLIT, SPLIT, MOST_SPLITS = 1024, 512, tl.constexpr(64)
+BLOCK = 64  # slots that are loaded at a time
+HEAD_DIMS = (16, 32, 64, 128)
+
+
+class Tile(NamedTuple):
+    """How a program of `product` computes its outputs.
+
+    block_out: outputs of a program. block_k: inputs that are loaded at a time, of each part. parts: parts of the inputs
+    with a sum of their own, each in warps of its own: a chain of dependent `mma.sync` would be slower than memory.
+    early: cache lines of 128 bytes that a program fetches before the kernel before it has ended.
+    """
+
+    block_out: int
+    block_k: int
+    parts: int
+    num_stages: int
+    num_warps: int
+    early: int = 512
+
+
+# For 132 processors and a dim of 2048 (Llama 3.2 1B), the fastest of five candidates each on an H200 (docs/log.md).
+# With 64 outputs a program, w1 and w3 make 128 programs and run wgmma; wo and w2 need 16 outputs for as many programs.
+TILES = {
+    "wqkv": Tile(32, 64, 4, 4, 4),
+    "wo": Tile(16, 64, 4, 5, 4),
+    "w1w3": Tile(64, 64, 1, 6, 4),
+    "w2": Tile(16, 128, 4, 4, 4),
+    "head": Tile(64, 64, 1, 5, 4),
+}
+
+
+def attend_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """Return attention of one new token a row, (rows, n_heads, head_dim), and write its key and value at `positions`.
+
+    q: (rows, n_heads, head_dim), before RoPE. k, v: (rows, n_kv_heads, head_dim), before RoPE; up to 16 queries a key.
+    cos, sin: (rows, 1, head_dim), at the positions.
+    The three may be slices of one product. No slot at or behind a row's position is read.
+    """
+    rows, n_heads, head_dim = q.shape
+    n_kv_heads, slots = k.shape[1], keys.shape[1]
+    # By the size of the buffers, which the host knows: a recorded graph cannot change it.
+    splits = 1 if slots <= ONE_SPLIT else min(-(-slots // SPLIT), MOST_SPLITS.value)
+    out = torch.empty((rows, n_heads, head_dim), dtype=q.dtype, device=q.device)
+    mixed = sums = out
+    if splits > 1:
+        mixed = torch.empty((rows, n_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((rows, n_heads, splits), dtype=torch.float32, device=q.device)
+    steps = q.stride(0), k.stride(0), v.stride(0), *keys.stride()[:2], *values.stride()[:2]
+    sizes = n_heads // n_kv_heads, head_dim, head_dim**-0.5, splits > 1, BLOCK, early
+    given = q, k, v, cos, sin, positions, keys, values, mixed, sums, splits
+    _attend[(splits, n_kv_heads, rows)](*given, *steps, *sizes, num_warps=4, num_stages=3, **_launch(early))
+    if splits > 1:
+        _combine[(rows * n_heads,)](mixed, sums, out, splits, head_dim, early, num_warps=4, **_launch(early))
+    return out
+
+
+def _launch(early: bool) -> dict[str, bool]:
+    """Return the option of a launch that may begin before the kernel before it has ended."""
+    return {"launch_pdl": True} if early else {}
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """Wait until the kernel before has ended, so that its results are visible, and let the next one be launched."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _fetch(addresses):
+    """Fetch the cache lines at these addresses into the L2 cache, without waiting."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
+    q,  # (rows, heads, HEAD_DIM), in steps of q_row, HEAD_DIM and 1
+    k,
+    v,
+    cos,  # (rows, HEAD_DIM)
+    sin,
+    positions,  # (rows,)
+    keys,  # (rows, slots, heads / GROUP, HEAD_DIM), in steps of key_row, key_slot, HEAD_DIM and 1
+    values,
+    mixed,  # (rows, heads, splits, HEAD_DIM)
+    sums,  # (rows, heads, splits): the logarithm of each split's sum of exponentials, to base 2
+    splits,
+    q_row,
+    k_row,
+    v_row,
+    key_row,
+    key_slot,
+    value_row,
+    value_slot,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Attend for the queries of one key head of one row, to one split of the slots before the row's position.
+
+    The first split has the new key, in registers, and stores it: no program reads what another one writes. The splits
+    of a row are equally long; some are empty near the start of a text, and their sum is 2 ** -inf.
+    """
+    _begin(EARLY)
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    query, across = tl.arange(0, PADDED), tl.arange(0, HEAD_DIM)
+    turn = tl.load(cos + row * HEAD_DIM + across), tl.load(sin + row * HEAD_DIM + across)
+    place = (head * GROUP + query)[:, None] * HEAD_DIM
+    turned = _rotated(q + row * q_row + place, across[None, :], turn, (query < GROUP)[:, None])
+    new_key = _rotated(k + row * k_row + head * HEAD_DIM, across, turn, across >= 0)
+    new_value = tl.load(v + row * v_row + head * HEAD_DIM + across)
+    keys += row * key_row + head * HEAD_DIM + across
+    values += row * value_row + head * HEAD_DIM + across
+    if split == 0:
+        tl.store(keys + position * key_slot, new_key)
+        tl.store(values + position * value_slot, new_value)
+
+    to_base_2: tl.constexpr = SCALE * 1.4426950408889634
+    own = tl.sum(turned.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * to_base_2
+    peak = tl.where(split == 0, own, float("-inf"))  # (PADDED,)
+    total = tl.where(split == 0, 1.0, tl.zeros_like(own))
+    weighted = tl.where(split == 0, new_value.to(tl.float32)[None, :], tl.zeros((PADDED, HEAD_DIM), tl.float32))
+    size = tl.cdiv(tl.cdiv(position, BLOCK), splits) * BLOCK
+    end = tl.minimum(split * size + size, position)
+    for first in range(split * size, end, BLOCK):
+        slot = (first + tl.arange(0, BLOCK))[:, None]
+        old_keys = tl.load(keys[None, :] + slot * key_slot, slot < end, 0.0)
+        scores = tl.dot(turned, tl.trans(old_keys), input_precision="ieee") * to_base_2
+        scores = tl.where(tl.trans(slot < end), scores, float("-inf"))  # (PADDED, BLOCK)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shares, fading = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
+        total = total * fading + tl.sum(shares, 1)
+        old_values = tl.load(values[None, :] + slot * value_slot, slot < end, 0.0)
+        weighted = tl.dot(shares.to(old_values.dtype), old_values, weighted * fading[:, None], input_precision="ieee")
+        peak = higher
+    here = (row * tl.num_programs(1) * GROUP + head * GROUP + query) * splits + split
+    total = tl.where(total == 0, 1.0, total)  # an empty split: its peak is -inf
+    tl.store(mixed + here[:, None] * HEAD_DIM + across, weighted / total[:, None], (query < GROUP)[:, None])
+    if SPLIT:
+        tl.store(sums + here, peak + tl.log2(total), query < GROUP)
+
+
+@triton.jit
+def _rotated(x, across, turn, there):
+    """Return the numbers at `x + across`, of which each pair is rotated, in their dtype."""
+    number = tl.load(x + across, there, 0.0)
+    swapped = tl.load(x + (across ^ 1), there, 0.0)
+    return (number.to(tl.float32) * turn[0] + swapped.to(tl.float32) * turn[1]).to(number.dtype)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr, EARLY: tl.constexpr):
+    """Write the average of one head's splits, weighted by their sums."""
+    _begin(EARLY)
+    head = tl.program_id(0).to(tl.int64)
+    split, across = tl.arange(0, MOST_SPLITS), tl.arange(0, HEAD_DIM)
+    logs = tl.load(sums + head * splits + split, split < splits, float("-inf"))
+    shares = tl.exp2(logs - tl.max(logs, 0))  # the first split is never empty
+    place = (head * splits + split)[:, None] * HEAD_DIM + across[None, :]
+    results = tl.load(mixed + place, (split < splits)[:, None], 0.0)
+    tl.store(out + head * HEAD_DIM + across, tl.sum(shares[:, None] * results, 0) / tl.sum(shares, 0))
+
+
+def product(
+    x: Tensor,
+    *weights: Tensor,
+    tile: Tile,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    early: bool = False,
+) -> Tensor:
+    """Return products, (rows, out_features), in the dtype of x; those of more than 16 rows by PyTorch.
+
+    x: (rows, in_features). weights: one to three, (out_features, in_features); their products lie side by side, and
+    `tile.block_out` divides the sizes of all but the last. gated: silu(x @ weights[0].T) * (x @ weights[1].T).
+    residual: (rows, out_features), is added.
+    """
+    rows, in_features = x.shape
+    if rows > PADDED.value:
+        made = [linear(x, weight) for weight in weights]
+        out = F.silu(made[0]) * made[1] if gated else torch.cat(made, 1) if len(made) > 1 else made[0]
+        return out if residual is None else residual + out
+    sizes = [len(weight) for weight in weights[: 1 if gated else 3]]
+    out = torch.empty((rows, sum(sizes)), dtype=x.dtype, device=x.device)
+    first, second, third = (*weights, *weights[:1] * 2)[:3]
+    starts = sum(sizes[:1]), sum(sizes[:2]), sum(sizes)
+    lines = tile.early // (tile.block_out * (2 if gated else 1)) if early else 0
+    lines = min(lines, in_features // 64)  # of 64 numbers, in 16 bits
+    given = x, first, second, third, residual, out, rows, *starts, in_features, gated, residual is not None
+    sizes_of_tile = tile.block_out, tile.block_k, tile.parts, early, 1 << lines.bit_length() >> 1
+    options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps, **_launch(early)}
+    _product[(-(-starts[-1] // tile.block_out),)](*given, *sizes_of_tile, **options)
+    return out
+
+
+@triton.jit
+def _product(
+    x,  # (n_rows, K)
+    first,  # (FIRST, K)
+    second,  # (SECOND - FIRST, K); (FIRST, K) if GATED
+    third,  # (OUT - SECOND, K)
+    residual,  # (n_rows, OUT)
+    out,  # (n_rows, OUT)
+    n_rows,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDED: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Compute BLOCK_OUT outputs of all rows. LINES: cache lines of each output's weights that are fetched early."""
+    begin = tl.program_id(0) * BLOCK_OUT
+    column, row = begin + tl.arange(0, BLOCK_OUT), tl.arange(0, PADDED)
+    weight = first
+    if begin >= FIRST:
+        weight = second - FIRST * K
+    if begin >= SECOND:
+        weight = third - SECOND * K
+    wanted = tl.minimum(column, OUT - 1)
+    if LINES > 0:
+        ahead = wanted[:, None] * K + tl.arange(0, LINES)[None, :] * 64
+        _fetch(weight + ahead)
+        if GATED:
+            _fetch(second + ahead)
+    _begin(EARLY)
+    LENGTH: tl.constexpr = K // PARTS
+    if PARTS == 1:
+        across, down = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_K)[:, None]
+        left, right = wanted[:, None] * K + across, row[None, :] * K + down
+        fed = (row < n_rows)[None, :]
+        total = tl.zeros((BLOCK_OUT, PADDED), tl.float32)
+    else:
+        across, down = tl.arange(0, BLOCK_K)[None, None, :], tl.arange(0, BLOCK_K)[None, :, None]
+        part = tl.arange(0, PARTS)[:, None, None] * LENGTH
+        left, right = wanted[None, :, None] * K + part + across, row[None, None, :] * K + part + down
+        fed = (row < n_rows)[None, None, :]
+        total = tl.zeros((PARTS, BLOCK_OUT, PADDED), tl.float32)
+    other = total
+    for k in range(0, LENGTH, BLOCK_K):
+        inputs = tl.load(x + right + k, fed & (k + down < LENGTH), 0.0)
+        loaded = tl.load(weight + left + k, k + across < LENGTH, 0.0)
+        total = tl.dot(loaded, inputs, total, input_precision="ieee")
+        if GATED:
+            loaded = tl.load(second + left + k, k + across < LENGTH, 0.0)
+            other = tl.dot(loaded, inputs, other, input_precision="ieee")
+    if PARTS > 1:
+        total, other = tl.sum(total, 0), tl.sum(other, 0)
+    place, there = row[None, :] * OUT + column[:, None], (row < n_rows)[None, :] & (column < OUT)[:, None]
+    if GATED:
+        total = total / (1 + tl.exp(-total)) * other
+    if ADDED:
+        total += tl.load(residual + place, there, 0.0).to(tl.float32)
+    tl.store(out + place, total, there)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
+    """Return what `llama.ops.rms_norm` returns, by one kernel."""
+    out = torch.empty_like(x)
+    dim = x.shape[1]
+    _norm[(len(x),)](x, weight, out, eps, dim, 1 << (dim - 1).bit_length(), early, num_warps=8, **_launch(early))
+    return out
+
+
+@triton.jit
+def _norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    _begin(EARLY)
+    place = tl.arange(0, WIDTH)
+    begin = tl.program_id(0).to(tl.int64) * DIM
+    number = tl.load(x + begin + place, place < DIM, 0.0)
+    wide = number.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + EPS)).to(number.dtype)
+    tl.store(out + begin + place, normed * tl.load(weight + place, place < DIM, 0.0), place < DIM)
+
+
+def triton_layer(
+    attend: object,
+    plain_product: object,
+    h: Tensor,
+    weights: LayerWeights,
+    cos_sin: tuple[Tensor, Tensor],
+    prepared: object,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    early: bool = False,
+) -> Tensor:
+    """Return what `decode_layer` returns, by 7 kernels, or 8 with more than ONE_SPLIT slots."""
+    tensors, eps, head_dim = weights.tensors, weights.eps, keys.shape[-1]
+    wq, wk, wv, wo = (tensors[f"attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo"))
+    w1, w2, w3 = (tensors[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
+    normed = norm(h, tensors["attention_norm.weight"], eps["attention_norm"], early=early)
+    products = product(normed, wq, wk, wv, tile=TILES["wqkv"], early=early)
+    q, k, v = torch.split(products.view(len(h), -1, head_dim), [len(w) // head_dim for w in (wq, wk, wv)], 1)
+    output = attend_step(q, k, v, *cos_sin, positions, keys, values, early=early)
+    h = product(output.flatten(1), wo, tile=TILES["wo"], residual=h, early=early)
+    normed = norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"], early=early)
+    gated = product(normed, w1, w3, tile=TILES["w1w3"], gated=True, early=early)
+    return product(gated, w2, tile=TILES["w2"], residual=h, early=early)
+
+
+def triton_head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, early: bool = False) -> Tensor:
+    """Return the logits, (rows, vocab), in float32."""
+    return product(norm(h, norm_weight, eps, early=early), weight, tile=TILES["head"], early=early).float()
+
+
+def triton_ops(ops: GraphOps, *, early: bool = True) -> GraphOps:
+    """Return the functions of `ops`, with steps by these kernels. early: kernels are launched early."""
+    attention = Attention(lambda positions, slots: (), attend_step, ops.attention.attend_prompts, by_text=True)
+    layer, head = (partial(function, early=early) for function in (triton_layer, triton_head))
+    return GraphOps("Triton", attention, ops.product, begin, layer, head, advance, ops.prompt_layer)
+
+
+def triton_serves(weights: LayerWeights, head_dim: int) -> bool:
+    """Return True if the kernels compute a layer of these weights: 16 bits, no biases, no norms of heads."""
+    wq, wk = (weights.tensors[f"attention.{name}.weight"] for name in ("wq", "wk"))
+    w1 = weights.tensors["feed_forward.w1.weight"]
+    fit = [len(wq) % TILES["wqkv"].block_out, len(wk) % TILES["wqkv"].block_out, wq.shape[1] % 64, len(w1) % 64]
+    few = len(weights.tensors) == 9 and len(wq) // len(wk) <= PADDED.value
+    return few and not any(fit) and head_dim in HEAD_DIMS and wq.element_size() == 2

@@ -1,0 +1,274 @@
+"""The Triton kernels of a step give the results of `decode_layer`, and compile for a GPU that is not here.
+
+Results are computed in Triton's interpreter, in float32: its bfloat16 is wrong. Only a GPU shows the results of tensor
+cores and the speed.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llama.fast import graph_ops
+from llama.fast.graph_ops import PYTORCH, LayerWeights, attend_masked, decode_layer, prepare_mask
+from llama.ops import linear
+from llama.rope import RopeTable, rope_frequencies, rotate
+
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("llama.fast.graph_kernels")
+Tile = kernels.Tile
+INTERPRETED = triton.knobs.runtime.interpret
+VERSIONS = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, np)]
+compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
+TILES = [Tile(16, 32, 1, 1, 1), Tile(16, 32, 4, 1, 1), Tile(64, 64, 1, 1, 1), Tile(32, 64, 2, 1, 1)]
+# Sums of hundreds of float32 products of size 1, in another order.
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
+    """Collect a test only if the interpreter is on: `TRITON_INTERPRET=1 pytest FILE`."""
+    return claim if INTERPRETED else None
+
+
+@pytest.mark.slow
+@compiled
+@pytest.mark.skipif(
+    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter needs NumPy < 2.4 or Triton >= 3.7"
+)
+def test_all_claims_hold_in_tritons_interpreter() -> None:
+    """In another process: Triton reads the setting on import."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def gathered(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    cos, sin = RopeTable(rope_frequencies(head_dim, 10_000.0)).up_to(int(positions.max()) + 1, torch.device("cpu"))
+    return cos[positions], sin[positions]
+
+
+def cache(positions: Tensor, slots: int, n_kv_heads: int, head_dim: int) -> Tensor:
+    """Return random keys or values before the positions, and NaN in all other slots, of one row more than there are."""
+    kept = torch.randn(len(positions) + 1, slots, n_kv_heads, head_dim)
+    kept[:-1][torch.arange(slots) >= positions[:, None]] = torch.nan
+    return kept
+
+
+@interpreted
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize(("slots", "joined"), [(40, True), (100, False), (129, True)])  # 1, 2 and 3 splits
+def test_attention_equals_the_plain_one(slots: int, joined: bool, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ONE_SPLIT": 64, "SPLIT": 64, "BLOCK": 16}.items():
+        monkeypatch.setattr(kernels, name, value)
+    n_kv_heads, head_dim = 2, 16
+    positions = torch.tensor([0, 1, 16, 17, slots - 1])
+    sizes = (group * n_kv_heads, n_kv_heads, n_kv_heads)
+    heads = torch.randn(len(positions), sum(sizes), head_dim).split(sizes, 1)
+    q, k, v = heads if joined else (part.contiguous() for part in heads)
+    cos, sin = gathered(positions, head_dim)
+    keys, values = (cache(positions, slots, n_kv_heads, head_dim) for _ in range(2))
+
+    xq, xk = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    expected_keys, expected_values = keys.clone(), values.clone()
+    rows = torch.arange(len(positions))
+    expected_keys[rows, positions], expected_values[rows, positions] = xk, v
+    expected = attend_masked(xq, expected_keys[:-1], expected_values[:-1], prepare_mask(positions, slots))
+
+    output = kernels.attend_step(q, k, v, cos, sin, positions, keys[:-1], values[:-1])
+    torch.testing.assert_close(output, expected, **CLOSE)
+    torch.testing.assert_close(keys, expected_keys, **CLOSE, equal_nan=True)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features"), [(1, 128, 64), (5, 96, 70), (16, 32, 5), (1, 160, 200), (17, 64, 70)]
+)
+def test_products_equal_the_plain_ones(rows: int, in_features: int, out_features: int, tile: Any) -> None:
+    x, first, second = (torch.randn(n, in_features) for n in (rows, out_features, out_features))
+    residual = torch.randn(rows, out_features)
+    plain, gate = F.linear(x, first), F.silu(F.linear(x, first)) * F.linear(x, second)
+    torch.testing.assert_close(kernels.product(x, first, tile=tile), plain, **CLOSE)
+    torch.testing.assert_close(kernels.product(x, first, tile=tile, residual=residual), plain + residual, **CLOSE)
+    # A product of two such sums is off by the sum of their errors, each times the other number, of up to 50.
+    torch.testing.assert_close(kernels.product(x, first, second, tile=tile, gated=True), gate, rtol=0, atol=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_products_of_several_weights_lie_side_by_side(rows: int, tile: Any) -> None:
+    x, *weights = (torch.randn(n, 96) for n in (rows, 192, 64, 70))
+    torch.testing.assert_close(kernels.product(x, *weights, tile=tile), F.linear(x, torch.cat(weights)), **CLOSE)
+    torch.testing.assert_close(
+        kernels.product(x, *weights[:2], tile=tile), F.linear(x, torch.cat(weights[:2])), **CLOSE
+    )
+
+
+@interpreted
+def test_rows_and_inputs_outside_a_product_are_not_read() -> None:
+    x, weight = torch.full((6, 96), torch.nan), torch.full((80, 96), torch.nan)
+    x[:5], weight[:70] = torch.randn(5, 96), torch.randn(70, 96)
+    for tile in TILES:
+        expected = F.linear(x[:5], weight[:70])
+        torch.testing.assert_close(kernels.product(x[:5], weight[:70], tile=tile), expected, **CLOSE)
+
+
+def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the arguments of a layer of dim 64 with 4 heads of 16, 2 key heads, and a hidden size of 96."""
+    sizes = {"wq": (64, 64), "wk": (32, 64), "wv": (32, 64), "wo": (64, 64)}
+    weights = {f"attention.{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
+    sizes = {"w1": (96, 64), "w3": (96, 64), "w2": (64, 96)}
+    weights |= {f"feed_forward.{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
+    weights |= {f"{name}_norm.weight": torch.rand(64) + 0.5 for name in ("attention", "ffn")}
+    eps = {"attention_norm": 1e-5, "ffn_norm": 1e-3}
+    positions = torch.tensor([0, 7, slots - 1]).repeat(6)[:rows]
+    keys, values = (cache(positions, slots, 2, 16).to(dtype) for _ in range(2))
+    own = LayerWeights({name: weight.to(dtype) for name, weight in weights.items()}, eps)
+    return torch.randn(rows, 64).to(dtype), own, gathered(positions, 16), positions, keys, values
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "slots", "dtype", "atol"),
+    # float16: results of about 5, three roundings of 2**-11 each on the way.
+    [
+        (1, 20, torch.float32, 1e-4),
+        (3, 1100, torch.float32, 1e-4),
+        (3, 1100, torch.float16, 1e-2),
+        (17, 20, torch.float32, 1e-4),
+    ],
+)
+def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype: torch.dtype, atol: float) -> None:
+    ops = kernels.triton_ops(PYTORCH, early=False)
+    h, weights, cos_sin, positions, *cached = layer_inputs(rows, slots, dtype)
+    copies = [each.clone() for each in cached]
+    seen = prepare_mask(positions, slots)
+    expected = decode_layer(attend_masked, linear, h, weights, cos_sin, seen, positions, *copies)
+    prepared = ops.attention.prepare(positions, slots)
+    made = ops.layer(ops.attention.attend, ops.product, h, weights, cos_sin, prepared, positions, *cached)
+    torch.testing.assert_close(made, expected, rtol=0, atol=atol)
+    for ours, plain in zip(cached, copies, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=atol, equal_nan=True)
+    last = weights.tensors["ffn_norm.weight"], 1e-5, torch.randn(70, 64).to(dtype)
+    torch.testing.assert_close(ops.head(h, *last), graph_ops.head(h, *last), rtol=0, atol=3 * atol)
+
+
+# Compilation by Triton, which the interpreter leaves out. It needs no GPU.
+
+
+class Launches:
+    """Records launches of a kernel in place of it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *given, **options: self.calls.append((self.kernel, given, options))
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[Any]:
+    recorders = [Launches(getattr(kernels, name)) for name in ("_attend", "_combine", "_product", "_norm")]
+    with monkeypatch.context() as patch:
+        for recorder in recorders:
+            patch.setattr(kernels, recorder.kernel.__name__, recorder)
+        run()
+    return [call for recorder in recorders for call in recorder.calls]
+
+
+def machine_code(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
+    """Return the PTX for compute capability 9.0 of a launch, and what ptxas says about it."""
+    from triton.backends.compiler import GPUTarget
+
+    names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+    types, constants, attributes = {}, {}, {}
+    for i, (each, value) in enumerate(zip(kernel.params, given, strict=True)):
+        types[each.name] = names[value.dtype] if isinstance(value, Tensor) else "i32"
+        if each.is_constexpr or value is None or (type(value) is int and value == 1):
+            types[each.name], constants[each.name] = "constexpr", value
+        elif isinstance(value, Tensor) or value % 16 == 0:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, types, constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    command = [ptxas, "-v", "--gpu-name", "sm_90a", "-o", os.devnull, "/dev/stdin"]
+    said = subprocess.run(command, input=binary.asm["ptx"], capture_output=True, text=True, check=True).stderr
+    assert binary.metadata.shared <= 227 << 10  # bytes of shared memory that one program can have
+    return binary.asm["ptx"], said
+
+
+def llama_1b(*, early: bool) -> Tensor:
+    """Launch a layer and the head in the shape of Llama 3.2 1B, in bfloat16."""
+    rows, slots = 16, 4096
+
+    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    sizes = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo": (2048, 2048)}
+    tensors = {f"attention.{name}.weight": empty(*size) for name, size in sizes.items()}
+    sizes = {"w1": (8192, 2048), "w3": (8192, 2048), "w2": (2048, 8192)}
+    tensors |= {f"feed_forward.{name}.weight": empty(*size) for name, size in sizes.items()}
+    tensors |= {f"{name}_norm.weight": empty(2048) for name in ("attention", "ffn")}
+    weights = LayerWeights(tensors, {"attention_norm": 1e-5, "ffn_norm": 1e-5})
+    assert kernels.triton_serves(weights, 64)
+    cos_sin = tuple(empty(rows, 1, 64, dtype=torch.float32) for _ in range(2))
+    positions, keys, values = empty(rows, dtype=torch.int64), empty(rows, slots, 8, 64), empty(rows, slots, 8, 64)
+    ops = kernels.triton_ops(PYTORCH, early=early)
+    h = ops.layer(None, None, empty(rows, 2048), weights, cos_sin, (), positions, keys, values)
+    return ops.head(h, empty(2048), 1e-5, empty(128_256, 2048))
+
+
+@pytest.mark.slow
+@compiled
+@pytest.mark.parametrize("early", [False, True])
+def test_kernels_compile_for_a_hopper_gpu_without_spills(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for kernel, given, options in launches(monkeypatch, lambda: llama_1b(early=early)):
+        ptx, said = machine_code(kernel, given, options)
+        assert ", 0 bytes spill stores, 0 bytes spill loads" in said, (kernel, given, said)
+        assert ("griddepcontrol.wait" in ptx) == early
+        fetched = "prefetch.global.L2" in ptx
+        assert fetched == (early and kernel.__name__ == "_product")
+        if fetched:  # only the weights, which no kernel of a step writes, are read before it
+            assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index("cp.async")
+        assert "atom." not in ptx  # no program adds to the sum of another
+        assert "\tred." not in ptx
+        if kernel.__name__ in ("_attend", "_product"):
+            assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time
+            assert "cp.async.ca" not in ptx
+        if kernel.__name__ == "_product":
+            block_out = given[[each.name for each in kernel.params].index("BLOCK_OUT")]
+            assert ("wgmma.mma_async.sync.aligned.m64n16k16" in ptx) == (block_out >= 64), given
+
+
+@pytest.mark.slow
+@compiled
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"), [(1, 64, torch.float16), (8, 128, torch.bfloat16), (4, 128, torch.float32)]
+)
+def test_attention_compiles_for_other_models(
+    group: int, head_dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    q, k = (torch.empty(1, heads, head_dim, dtype=dtype, device="meta") for heads in (8 * group, 8))
+    angle = torch.empty(1, 1, head_dim, device="meta")
+    keys = torch.empty(1, 8192, 8, head_dim, dtype=dtype, device="meta")
+    given = q, k, k, angle, angle, torch.empty(1, dtype=torch.int64, device="meta"), keys, keys
+    for launch in launches(monkeypatch, lambda: kernels.attend_step(*given)):
+        assert ", 0 bytes spill stores, 0 bytes spill loads" in machine_code(*launch)[1]
