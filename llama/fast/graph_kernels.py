@@ -1,4 +1,4 @@
-"""Triton kernels for the layers of a step on a Hopper GPU: attention of one token, and products of few rows.
+"""Triton kernels for a Hopper GPU: attention of one token and products of few rows for steps, and parts of prompts.
 
 A step reads each weight once, so its time is that of reading them and of the gaps between kernels. Weights are the left
 operand of a product, and rows, padded to 16, the right one: Hopper's wgmma fixes the size of the left one at 64 only.
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, advance, begin
+from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, Prompts, advance, attend_flash_prompts, begin
 from llama.ops import linear
 
 PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smallest size of a tensor core's operand
@@ -28,6 +28,7 @@ PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smalles
 ONE_SPLIT, SPLIT, MOST_SPLITS = 1024, 512, tl.constexpr(64)
 BLOCK = 64  # slots that are loaded at a time
 HEAD_DIMS = (16, 32, 64, 128)
+GATED = 1024  # numbers of a program of `gate`
 
 
 class Tile(NamedTuple):
@@ -356,11 +357,45 @@ def triton_head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, e
     return product(norm(h, norm_weight, eps, early=early), weight, tile=TILES["head"], early=early).float()
 
 
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Return what `llama.rope.rotate` returns for x, (tokens, heads, head_dim), by one kernel."""
+    out = torch.empty_like(x)
+    size, head_dim = x[0].numel(), x.shape[-1]
+    _rotate[(len(x),)](x, out, *cos_sin, size, head_dim, 1 << (size - 1).bit_length())
+    return out
+
+
+@triton.jit
+def _rotate(x, out, cos, sin, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    token, across = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    angle = token * HEAD_DIM + across % HEAD_DIM
+    turn = tl.load(cos + angle), tl.load(sin + angle)
+    tl.store(out + token * SIZE + across, _rotated(x + token * SIZE, across, turn, across < SIZE), across < SIZE)
+
+
+def gate(x: Tensor, up: Tensor) -> Tensor:
+    """Return silu(x) * up, each rounded, by one kernel."""
+    out = torch.empty_like(x)
+    size = x.numel()
+    _gate[(triton.cdiv(size, GATED),)](x, up, out, size, GATED)
+    return out
+
+
+@triton.jit
+def _gate(x, up, out, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(x + place, place < size, 0.0)
+    wide = number.to(tl.float32)
+    passed = (wide / (1 + tl.exp(-wide))).to(number.dtype)
+    tl.store(out + place, passed * tl.load(up + place, place < size, 0.0), place < size)
+
+
 def triton_ops(ops: GraphOps, *, early: bool = True) -> GraphOps:
-    """Return the functions of `ops`, with steps by these kernels. early: kernels are launched early."""
-    attention = Attention(lambda positions, slots: (), attend_step, ops.attention.attend_prompts, by_text=True)
+    """Return the functions of `ops`, with steps and prompts by these kernels. early: kernels are launched early."""
+    attention = Attention(lambda positions, slots: (), attend_step, by_text=True)
     layer, head = (partial(function, early=early) for function in (triton_layer, triton_head))
-    return GraphOps("Triton", attention, ops.product, begin, layer, head, advance, ops.prompt_layer)
+    prompts = Prompts(norm, rotate, attend_flash_prompts, gate)
+    return GraphOps("Triton", attention, ops.product, begin, layer, head, advance, prompts)
 
 
 def triton_serves(weights: LayerWeights, head_dim: int) -> bool:

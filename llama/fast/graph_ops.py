@@ -1,4 +1,4 @@
-"""The functions that forwards on a GPU are made of: a step of one token a row, and a prompt, without the host.
+"""The functions that forwards on a GPU are made of: a step of one token a row, and whole prompts.
 
 A CUDA graph repeats what was recorded, so nothing in a step may depend on a number that the host reads: positions are a
 tensor, and keys past a row's own position are masked, not cut off. `PYTORCH` runs on any device, in any dtype;
@@ -26,14 +26,21 @@ from llama.rope import rotate
 class Attention(NamedTuple):
     """Attention of one token a row. What `prepare` returns is the same in all layers; `attend` uses it in each.
 
-    attend_prompts: attention of whole prompts; None if they run on the plain path. by_text: the time of `attend`
-    depends on the texts' positions, not on the number of slots.
+    by_text: the time of `attend` depends on the texts' positions, not on the number of slots.
     """
 
     prepare: Callable[..., tuple[Tensor, ...]]
     attend: Callable[..., Tensor]
-    attend_prompts: Callable[..., Tensor] | None = None
     by_text: bool = False
+
+
+class Prompts(NamedTuple):
+    """What `prompt_layer` is made of, besides products: `rms_norm`, RoPE, attention and the gate of the MLP."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotate: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    gate: Callable[[Tensor, Tensor], Tensor]
 
 
 class LayerWeights(NamedTuple):
@@ -51,7 +58,7 @@ class LayerWeights(NamedTuple):
 class GraphOps(NamedTuple):
     """One implementation of the functions that make logits of tokens, and tokens of logits.
 
-    product: the matrix product of `layer` and `prompt_layer`.
+    product: the matrix product of `layer`. prompts: None if prompts run on the plain path.
     """
 
     name: str
@@ -61,7 +68,7 @@ class GraphOps(NamedTuple):
     layer: Callable[..., Tensor]
     head: Callable[..., Tensor]
     advance: Callable[..., None]
-    prompt_layer: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    prompts: Prompts | None = None
 
 
 def begin(
@@ -87,59 +94,46 @@ def decode_layer(
     values: Tensor,
 ) -> Tensor:
     """Return the output of a layer, (rows, dim), and write its keys and values at `positions`."""
-    xq, xk, xv = _queries_keys_values(product, h, weights, cos_sin, keys.shape[-1])
-    rows = torch.arange(len(h), device=h.device)
-    keys[rows, positions], values[rows, positions] = xk, xv
-    output = attend(xq, keys[: len(h)], values[: len(h)], prepared)
-    return _after_attention(product, h, output, weights)
-
-
-def prompt_layer(
-    attend: Callable[..., Tensor],
-    product: Callable[[Tensor, Tensor], Tensor],
-    head_dim: int,
-    h: Tensor,
-    weights: LayerWeights,
-    cos_sin: tuple[Tensor, Tensor],
-    ends: Tensor,
-    columns: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a layer's output for whole prompts, and their keys and values, (rows * width, n_kv_heads, head_dim).
-
-    ends: (rows + 1,) int32, where each row begins, and the end of the last. columns: a tensor with the length `width`,
-    because PyTorch would compile again for each value of an int.
-    """
-    xq, xk, xv = _queries_keys_values(product, h, weights, cos_sin, head_dim)
-    output = attend(xq, xk, xv, ends, len(columns))
-    return _after_attention(product, h, output, weights), xk, xv
-
-
-def _queries_keys_values(
-    product: Callable[[Tensor, Tensor], Tensor],
-    h: Tensor,
-    weights: LayerWeights,
-    cos_sin: tuple[Tensor, Tensor],
-    head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's rotated queries and keys, and its values, (len(h), n_heads or n_kv_heads, head_dim)."""
     normed = written(weights.norm(h, "attention_norm"))
     made = []
     for name in ("wq", "wk", "wv"):
         out = product(normed, weights.tensors[f"attention.{name}.weight"])
         bias = weights.tensors.get(f"attention.{name}.bias")
-        made.append((out if bias is None else out + bias).view(len(h), -1, head_dim))
-    xq, xk = (weights.norm(x, f"attention.{name}") for x, name in zip(made, ("q_norm", "k_norm"), strict=False))
-    return rotate(xq, cos_sin), rotate(xk, cos_sin), made[2]
-
-
-def _after_attention(
-    product: Callable[[Tensor, Tensor], Tensor], h: Tensor, output: Tensor, weights: LayerWeights
-) -> Tensor:
-    """Return a layer's output from its input h and the output of its heads."""
+        made.append((out if bias is None else out + bias).view(len(h), -1, keys.shape[-1]))
+    xq, xk, xv = weights.norm(made[0], "attention.q_norm"), weights.norm(made[1], "attention.k_norm"), made[2]
+    rows = torch.arange(len(h), device=h.device)
+    keys[rows, positions], values[rows, positions] = rotate(xk, cos_sin), xv
+    output = attend(rotate(xq, cos_sin), keys[: len(h)], values[: len(h)], prepared)
     h = h + written(product(output.flatten(1), weights.tensors["attention.wo.weight"]))
     normed = written(weights.norm(h, "ffn_norm"))
     gate, up = (product(normed, weights.tensors[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
     return h + written(product(written(F.silu(gate) * up), weights.tensors["feed_forward.w2.weight"]))
+
+
+def prompt_layer(
+    prompts: Prompts,
+    head_dim: int,
+    h: Tensor,
+    weights: LayerWeights,
+    cos_sin: tuple[Tensor, Tensor],
+    ends: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a layer's output for whole prompts, and their keys and values, (rows * width, n_kv_heads, head_dim).
+
+    For layers without biases and norms of heads. ends: (rows + 1,) int32, where each row begins, and the end of the
+    last.
+    """
+    tensors, eps = weights.tensors, weights.eps
+    normed = prompts.norm(h, tensors["attention_norm.weight"], eps["attention_norm"])
+    products = (linear(normed, tensors[f"attention.{name}.weight"]) for name in ("wq", "wk", "wv"))
+    xq, xk, xv = (product.view(len(h), -1, head_dim) for product in products)
+    xq, xk = prompts.rotate(xq, cos_sin), prompts.rotate(xk, cos_sin)
+    output = prompts.attend(xq, xk, xv, ends, width)
+    h = h + linear(output.flatten(1), tensors["attention.wo.weight"])
+    normed = prompts.norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"])
+    gate, up = (linear(normed, tensors[f"feed_forward.{name}.weight"]) for name in ("w1", "w3"))
+    return h + linear(prompts.gate(gate, up), tensors["feed_forward.w2.weight"]), xk, xv
 
 
 def written(x: Tensor) -> Tensor:
@@ -192,7 +186,7 @@ def attend_flash(q: Tensor, keys: Tensor, values: Tensor, prepared: tuple[Tensor
 def attend_flash_prompts(q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, width: int) -> Tensor:
     """Attend from each token of whole prompts to those up to it in its row, in 16 bits on a GPU.
 
-    The rows are one sequence of tokens, (rows * width, heads, head_dim), so one compilation serves any number of them.
+    The three are (rows * width, heads, head_dim), all rows one behind the other; see `prompt_layer`.
     """
     packed = (q, keys, values, ends, ends, width, width)
     output: Tensor = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
@@ -226,8 +220,8 @@ def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> N
 
 
 MASKED = Attention(prepare_mask, attend_masked)
-FLASH = Attention(prepare_flash, attend_flash, attend_flash_prompts, by_text=True)
-PYTORCH = GraphOps("plain", MASKED, linear, begin, decode_layer, head, advance, prompt_layer)
+FLASH = Attention(prepare_flash, attend_flash, by_text=True)
+PYTORCH = GraphOps("plain", MASKED, linear, begin, decode_layer, head, advance)
 
 
 def plain_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[GraphOps]:
@@ -290,5 +284,5 @@ def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH, **optio
         layer=made(ops.layer, {2: (0,), 4: (0,), 5: (0, 1), 6: (0,), 7: (0, 1), 8: (0, 1)}),
         head=made(ops.head, {0: (0,)}),
         advance=made(ops.advance, {0: (0,), 1: (0, 1), 2: (0,), 3: (0,)}),
-        prompt_layer=made(ops.prompt_layer, {3: (0,), 5: (0,), 6: (0,), 7: (0,)}),
+        prompts=ops.prompts,
     )

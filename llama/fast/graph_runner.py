@@ -1,8 +1,9 @@
 """The fast path of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
 The host launches several steps, and reads their tokens while the next ones run. Prompts, and whole prefixes if the
-cache is off, are calls of compiled layers. Both consist of the functions in `llama.fast.graph_ops`, which
-`llama.fast.graph_trial` selects. On a CPU the same steps run unrecorded: this is how they are tested without a GPU.
+cache is off, run without graphs, by fewer kernels than those of the modules. Both consist of the functions in
+`llama.fast.graph_ops`, which `llama.fast.graph_trial` selects. On a CPU the same steps run unrecorded: this is how they
+are tested without a GPU.
 """
 
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, step_on
+from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, prompt_layer, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
@@ -152,7 +153,7 @@ class GraphRunner:
         self.ops, self.many, self._recorder = ops, many or ops, recorder or Recorder
         names = dict.fromkeys((self.ops.name, self.many.name))
         self.name = self.code = f"CUDA graphs of {' and '.join(names)} kernels"
-        self.plain: frozenset[CallKind] = frozenset() if ops.attention.attend_prompts else PROMPTS
+        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPTS
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
@@ -517,13 +518,11 @@ def prompt_logits(
 ) -> Tensor:
     """Feed whole prompts, with a cache of static layers or without one; return the logits as the model does."""
     bsz, width = tokens.shape
-    first, shared = (
-        (ops.attention.attend_prompts, ops.product, model.args.head_dim),
-        shared_by_layers(model, bsz, width),
-    )
+    assert ops.prompts is not None
+    shared, head_dim = shared_by_layers(model, bsz, width), model.args.head_dim
     h: Tensor = model.tok_embeddings(tokens.flatten())
     for number, layer in enumerate(weights.layers):
-        h, keys, values = ops.prompt_layer(*first, h, layer, *shared)
+        h, keys, values = prompt_layer(ops.prompts, head_dim, h, layer, *shared)
         if cache is not None:
             cache.layers[number].update(rows, *(made.view(bsz, width, *made.shape[1:]) for made in (keys, values)))
     if logits == "last":
@@ -532,11 +531,11 @@ def prompt_logits(
     return scores.view(bsz, -1, scores.shape[-1])
 
 
-def shared_by_layers(model: Transformer, bsz: int, width: int) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+def shared_by_layers(model: Transformer, bsz: int, width: int) -> tuple[tuple[Tensor, Tensor], Tensor, int]:
     """Return the last arguments of `prompt_layer`, which all layers share."""
-    cos, sin = (part[:width] for part in model.rope.up_to(width, model.device))
+    cos, sin = (part[:width].repeat(bsz, 1, 1) for part in model.rope.up_to(width, model.device))
     ends = torch.arange(bsz + 1, dtype=torch.int32, device=model.device) * width
-    return (cos.repeat(bsz, 1, 1), sin.repeat(bsz, 1, 1)), ends, cos
+    return (cos, sin), ends, width
 
 
 class Recorder:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.fast.graph_ops import GraphOps
+from llama.fast.graph_ops import GraphOps, prompt_layer
 from llama.fast.graph_runner import (
     DecodeBuffers,
     GraphKey,
@@ -177,20 +177,20 @@ def _filled(
 
 
 def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
-    """Return the functions, without attention of prompts if the trial of prompts fails, which is logged."""
-    if ops.attention.attend_prompts is None:
+    """Return the functions, without those of prompts if their trial fails, which is logged."""
+    if ops.prompts is None:
         return ops
     try:
         try_prompts(model, ops)
     except Exception as why:  # a compiler or a driver may raise anything
         reason = why if isinstance(why, Unsupported) else short_message(why)
         logger.warning("fast: prompts run on the plain path: %s", reason)
-        return ops._replace(attention=ops.attention._replace(attend_prompts=None))
+        return ops._replace(prompts=None)
     return ops
 
 
 def try_prompts(model: Transformer, ops: GraphOps) -> None:
-    """Raise Unsupported if `ops.prompt_layer` does not compute what the modules do, with the cache and without."""
+    """Raise Unsupported if prompts are not computed as by the modules, with the cache and without."""
     weights, args = GraphRunner(ops).describe(model), model.args
     for bsz, width in PROMPTS:
         if bsz > (args.max_batch_size or bsz) or width > args.max_seq_len:
@@ -205,15 +205,12 @@ def try_prompts(model: Transformer, ops: GraphOps) -> None:
 
 def _check_prompt_layers(model: Transformer, weights: ModelWeights, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
     """Raise Unsupported if a layer's output for whole prompts is not that of its module, from the same input."""
-    first, shared = (
-        (ops.attention.attend_prompts, ops.product, model.args.head_dim),
-        shared_by_layers(model, *ids.shape),
-    )
-    h = model.tok_embeddings(ids)
+    assert ops.prompts is not None
+    shared, h = shared_by_layers(model, *ids.shape), model.tok_embeddings(ids)
     for number, block in enumerate(model.blocks):
         h = _small(h)
         wanted = block(h, rows, model.rope.at(rows.starts, rows.width, model.device), None)
-        made = ops.prompt_layer(*first, h.flatten(0, 1), weights.layers[number], *shared)[0]
+        made, *_ = prompt_layer(ops.prompts, model.args.head_dim, h.flatten(0, 1), weights.layers[number], *shared)
         _check_layer(ops, number, made, wanted.flatten(0, 1))
         h = wanted
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llama.fast import graph_ops
 from llama.fast.graph_ops import PYTORCH, LayerWeights, attend_masked, decode_layer, prepare_mask
-from llama.ops import linear
+from llama.ops import linear, rms_norm
 from llama.rope import RopeTable, rope_frequencies, rotate
 
 triton = pytest.importorskip("triton")
@@ -166,6 +166,26 @@ def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype:
         torch.testing.assert_close(ours, plain, rtol=0, atol=atol, equal_nan=True)
     last = weights.tensors["ffn_norm.weight"], 1e-5, torch.randn(70, 64).to(dtype)
     torch.testing.assert_close(ops.head(h, *last), graph_ops.head(h, *last), rtol=0, atol=3 * atol)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompts_equal_the_plain_ones(rows: int) -> None:
+    """With attention that both share: flash attention needs a GPU."""
+    _, weights, *_ = layer_inputs(1, 20, torch.float32)
+    h, ends = torch.randn(rows * 7, 64), torch.arange(rows + 1, dtype=torch.int32) * 7
+    shared = 16, h, weights, gathered(torch.arange(7).repeat(rows), 16), ends, 7
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+        return q + (keys + values).repeat_interleave(2, dim=1)
+
+    def gate(x: Tensor, up: Tensor) -> Tensor:
+        return F.silu(x) * up
+
+    prompts = kernels.triton_ops(PYTORCH).prompts._replace(attend=attend)
+    plain = graph_ops.prompt_layer(graph_ops.Prompts(rms_norm, rotate, attend, gate), *shared)
+    for ours, wanted in zip(graph_ops.prompt_layer(prompts, *shared), plain, strict=True):
+        torch.testing.assert_close(ours, wanted, **CLOSE)
 
 
 # Compilation by Triton, which the interpreter leaves out. It needs no GPU.
