@@ -6,10 +6,10 @@
 Each part runs in a process of its own with a time limit, in the order of its value, so a part that crashes or hangs
 does not stop the others. Each result is a line of JSON in OUT/lab.jsonl as soon as it is known; a table comes last.
 
-The rules of decision, written before the first run, each against the compiled step in the same part: Triton's kernels
-serve a GPU if they are 1.15 times as fast at 16 rows, and one row if they are 1.05 times as fast there; early launches
-need 1.03 at either. A variant counts only if its trial passes, with 50 replays that are equal in all bits. What was
-decided so is in docs/log.md.
+The rules of decision were written before the first run, each against the compiled step in the same part: Triton's
+kernels serve a GPU if they are 1.15 times as fast at 16 rows, and one row if they are 1.05 times as fast there. Early
+launches, and tuning by Inductor, need 1.03 at either. A variant counts only if its trial passes, with 50 replays that
+are equal in all bits. docs/log.md says what was decided.
 """
 
 import json
@@ -298,17 +298,12 @@ def _variants(bench: Bench, model: Transformer) -> Iterator[tuple[str, Callable[
     yield "compiled", lambda: made
     if not bench.gpu:
         return
-    from llama.fast import graph_kernels
-    from llama.fast.graph_kernels import TILES, triton_ops
+    yield "compiled, early launches", partial(compiled, backend, plain, **{"triton.enable_pdl": True})
+    yield "compiled, tuned", partial(compiled, backend, plain, coordinate_descent_tuning=True)
+    from llama.fast.graph_kernels import TRITON
 
-    def fetching(lines: int) -> GraphOps:
-        graph_kernels.TILES = {name: tile._replace(early=lines) for name, tile in TILES.items()}
-        return triton_ops(made)
-
-    yield "Triton", lambda: triton_ops(made, early=False)
-    for lines in (0, 512, 2048):
-        yield f"Triton, {lines} lines early", partial(fetching, lines)
-    yield "Triton, compiled ends", lambda: triton_ops(made)._replace(begin=made.begin, advance=made.advance)
+    yield "Triton", lambda: TRITON
+    yield "Triton, compiled ends", lambda: TRITON._replace(begin=made.begin, advance=made.advance)
 
 
 def _recorded(bench: Bench, model: Transformer, runner: GraphRunner, length: int) -> Iterator[tuple[int, float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llama.fast.graph_ops import GraphOps, compiled, plain_ops
-from llama.fast.graph_runner import GraphRunner, ModelWeights
+from llama.fast.graph_runner import GraphRunner, ModelWeights, current
 from llama.fast.graph_trial import FEW, MANY, Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
@@ -33,7 +33,8 @@ def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: se
     """
     try:
         if model.device.type == "cuda":
-            _use_graphs(model)
+            with current(model.device):
+                _use_graphs(model)
         else:
             _use_native_code(model, folder, trial=trial)
     except (NoNativeCode, Unsupported) as why:
@@ -78,13 +79,12 @@ def _use_graphs(model: Transformer) -> None:
 
 def _kernels(model: Transformer, weights: ModelWeights) -> Iterator[GraphOps]:
     """Yield the kernels for this device, the fastest on the GPUs that were measured first."""
-    every_plain = plain_ops(model.device, model.dtype, model.args.head_dim)
     if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):
         with suppress(ImportError):  # of Triton
-            from llama.fast.graph_kernels import triton_ops, triton_serves
+            from llama.fast.graph_kernels import TRITON, serves
 
-            if all(triton_serves(layer, model.args.head_dim) for layer in weights.layers):
-                yield triton_ops(compiled(COMPILER, every_plain[0]))
-    for plain in every_plain:
+            if all(serves(layer, model.args.head_dim) for layer in weights.layers):
+                yield TRITON
+    for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
         yield compiled(COMPILER, plain)
         yield plain

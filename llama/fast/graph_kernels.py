@@ -2,14 +2,12 @@
 
 A step reads each weight once, so its time is that of reading them and of the gaps between kernels. Weights are the left
 operand of a product, and rows, padded to 16, the right one: Hopper's wgmma fixes the size of the left one at 64 only.
-A kernel may be launched early (programmatic dependent launch): it fetches its first weights into the L2 cache while the
-kernel before it ends. No sum is split between programs, so every replay has the same bits.
+No sum is split between programs, so every replay has the same bits.
 `decode_layer` and `head` in llama/fast/graph_ops.py define the results. Knows tensors, not modules.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (a kernel's parameters are Triton's, and Triton is not typed)
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +15,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, Prompts, advance, attend_flash_prompts, begin
 from llama.ops import linear
@@ -36,7 +33,6 @@ class Tile(NamedTuple):
 
     block_out: outputs of a program. block_k: inputs that are loaded at a time, of each part. parts: parts of the inputs
     with a sum of their own, each in warps of its own: a chain of dependent `mma.sync` would be slower than memory.
-    early: cache lines of 128 bytes that a program fetches before the kernel before it has ended.
     """
 
     block_out: int
@@ -44,7 +40,6 @@ class Tile(NamedTuple):
     parts: int
     num_stages: int
     num_warps: int
-    early: int = 512
 
 
 # For 132 processors and a dim of 2048 (Llama 3.2 1B), the fastest of five candidates each on an H200 (docs/log.md).
@@ -53,7 +48,7 @@ TILES = {
     "wqkv": Tile(32, 64, 4, 4, 4),
     "wo": Tile(16, 64, 4, 5, 4),
     "w1w3": Tile(64, 64, 1, 6, 4),
-    "w2": Tile(16, 128, 4, 4, 4),
+    "w2": Tile(16, 128, 4, 5, 4),
     "head": Tile(64, 64, 1, 5, 4),
 }
 
@@ -67,8 +62,6 @@ def attend_step(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
-    *,
-    early: bool = False,
 ) -> Tensor:
     """Return attention of one new token a row, (rows, n_heads, head_dim), and write its key and value at `positions`.
 
@@ -86,33 +79,12 @@ def attend_step(
         mixed = torch.empty((rows, n_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((rows, n_heads, splits), dtype=torch.float32, device=q.device)
     steps = q.stride(0), k.stride(0), v.stride(0), *keys.stride()[:2], *values.stride()[:2]
-    sizes = n_heads // n_kv_heads, head_dim, head_dim**-0.5, splits > 1, BLOCK, early
+    sizes = n_heads // n_kv_heads, head_dim, head_dim**-0.5, splits > 1, BLOCK
     given = q, k, v, cos, sin, positions, keys, values, mixed, sums, splits
-    _attend[(splits, n_kv_heads, rows)](*given, *steps, *sizes, num_warps=4, num_stages=3, **_launch(early))
+    _attend[(splits, n_kv_heads, rows)](*given, *steps, *sizes, num_warps=4, num_stages=3)
     if splits > 1:
-        _combine[(rows * n_heads,)](mixed, sums, out, splits, head_dim, early, num_warps=4, **_launch(early))
+        _combine[(rows * n_heads,)](mixed, sums, out, splits, head_dim, num_warps=4)
     return out
-
-
-def _launch(early: bool) -> dict[str, bool]:
-    """Return the option of a launch that may begin before the kernel before it has ended."""
-    return {"launch_pdl": True} if early else {}
-
-
-@triton.jit
-def _begin(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended, so that its results are visible, and let the next one be launched."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _fetch(addresses):
-    """Fetch the cache lines at these addresses into the L2 cache, without waiting."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -140,14 +112,12 @@ def _attend(
     SCALE: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Attend for the queries of one key head of one row, to one split of the slots before the row's position.
 
     The first split has the new key, in registers, and stores it: no program reads what another one writes. The splits
     of a row are equally long; some are empty near the start of a text, and their sum is 2 ** -inf.
     """
-    _begin(EARLY)
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     position = tl.load(positions + row).to(tl.int32)
     query, across = tl.arange(0, PADDED), tl.arange(0, HEAD_DIM)
@@ -196,9 +166,8 @@ def _rotated(x, across, turn, there):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr, EARLY: tl.constexpr):
+def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr):
     """Write the average of one head's splits, weighted by their sums."""
-    _begin(EARLY)
     head = tl.program_id(0).to(tl.int64)
     split, across = tl.arange(0, MOST_SPLITS), tl.arange(0, HEAD_DIM)
     logs = tl.load(sums + head * splits + split, split < splits, float("-inf"))
@@ -208,14 +177,7 @@ def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr, EARLY: tl.constex
     tl.store(out + head * HEAD_DIM + across, tl.sum(shares[:, None] * results, 0) / tl.sum(shares, 0))
 
 
-def product(
-    x: Tensor,
-    *weights: Tensor,
-    tile: Tile,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    early: bool = False,
-) -> Tensor:
+def product(x: Tensor, *weights: Tensor, tile: Tile, residual: Tensor | None = None, gated: bool = False) -> Tensor:
     """Return products, (rows, out_features), in the dtype of x; those of more than 16 rows by PyTorch.
 
     x: (rows, in_features). weights: one to three, (out_features, in_features); their products lie side by side, and
@@ -231,12 +193,9 @@ def product(
     out = torch.empty((rows, sum(sizes)), dtype=x.dtype, device=x.device)
     first, second, third = (*weights, *weights[:1] * 2)[:3]
     starts = sum(sizes[:1]), sum(sizes[:2]), sum(sizes)
-    lines = tile.early // (tile.block_out * (2 if gated else 1)) if early else 0
-    lines = min(lines, in_features // 64)  # of 64 numbers, in 16 bits
     given = x, first, second, third, residual, out, rows, *starts, in_features, gated, residual is not None
-    sizes_of_tile = tile.block_out, tile.block_k, tile.parts, early, 1 << lines.bit_length() >> 1
-    options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps, **_launch(early)}
-    _product[(-(-starts[-1] // tile.block_out),)](*given, *sizes_of_tile, **options)
+    options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
+    _product[(-(-starts[-1] // tile.block_out),)](*given, tile.block_out, tile.block_k, tile.parts, **options)
     return out
 
 
@@ -258,10 +217,8 @@ def _product(
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    """Compute BLOCK_OUT outputs of all rows. LINES: cache lines of each output's weights that are fetched early."""
+    """Compute BLOCK_OUT outputs of all rows."""
     begin = tl.program_id(0) * BLOCK_OUT
     column, row = begin + tl.arange(0, BLOCK_OUT), tl.arange(0, PADDED)
     weight = first
@@ -270,12 +227,6 @@ def _product(
     if begin >= SECOND:
         weight = third - SECOND * K
     wanted = tl.minimum(column, OUT - 1)
-    if LINES > 0:
-        ahead = wanted[:, None] * K + tl.arange(0, LINES)[None, :] * 64
-        _fetch(weight + ahead)
-        if GATED:
-            _fetch(second + ahead)
-    _begin(EARLY)
     LENGTH: tl.constexpr = K // PARTS
     if PARTS == 1:
         across, down = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_K)[:, None]
@@ -306,17 +257,16 @@ def _product(
     tl.store(out + place, total, there)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float, *, early: bool = False) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return what `llama.ops.rms_norm` returns, by one kernel."""
     out = torch.empty_like(x)
     dim = x.shape[1]
-    _norm[(len(x),)](x, weight, out, eps, dim, 1 << (dim - 1).bit_length(), early, num_warps=8, **_launch(early))
+    _norm[(len(x),)](x, weight, out, eps, dim, 1 << (dim - 1).bit_length(), num_warps=8)
     return out
 
 
 @triton.jit
-def _norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
-    _begin(EARLY)
+def _norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     place = tl.arange(0, WIDTH)
     begin = tl.program_id(0).to(tl.int64) * DIM
     number = tl.load(x + begin + place, place < DIM, 0.0)
@@ -335,26 +285,24 @@ def triton_layer(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
-    *,
-    early: bool = False,
 ) -> Tensor:
     """Return what `decode_layer` returns, by 7 kernels, or 8 with more than ONE_SPLIT slots."""
     tensors, eps, head_dim = weights.tensors, weights.eps, keys.shape[-1]
     wq, wk, wv, wo = (tensors[f"attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo"))
     w1, w2, w3 = (tensors[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
-    normed = norm(h, tensors["attention_norm.weight"], eps["attention_norm"], early=early)
-    products = product(normed, wq, wk, wv, tile=TILES["wqkv"], early=early)
+    normed = norm(h, tensors["attention_norm.weight"], eps["attention_norm"])
+    products = product(normed, wq, wk, wv, tile=TILES["wqkv"])
     q, k, v = torch.split(products.view(len(h), -1, head_dim), [len(w) // head_dim for w in (wq, wk, wv)], 1)
-    output = attend_step(q, k, v, *cos_sin, positions, keys, values, early=early)
-    h = product(output.flatten(1), wo, tile=TILES["wo"], residual=h, early=early)
-    normed = norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"], early=early)
-    gated = product(normed, w1, w3, tile=TILES["w1w3"], gated=True, early=early)
-    return product(gated, w2, tile=TILES["w2"], residual=h, early=early)
+    output = attend_step(q, k, v, *cos_sin, positions, keys, values)
+    h = product(output.flatten(1), wo, tile=TILES["wo"], residual=h)
+    normed = norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"])
+    gated = product(normed, w1, w3, tile=TILES["w1w3"], gated=True)
+    return product(gated, w2, tile=TILES["w2"], residual=h)
 
 
-def triton_head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, *, early: bool = False) -> Tensor:
+def triton_head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
     """Return the logits, (rows, vocab), in float32."""
-    return product(norm(h, norm_weight, eps, early=early), weight, tile=TILES["head"], early=early).float()
+    return product(norm(h, norm_weight, eps), weight, tile=TILES["head"]).float()
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -390,15 +338,12 @@ def _gate(x, up, out, size, BLOCK: tl.constexpr):
     tl.store(out + place, passed * tl.load(up + place, place < size, 0.0), place < size)
 
 
-def triton_ops(ops: GraphOps, *, early: bool = True) -> GraphOps:
-    """Return the functions of `ops`, with steps and prompts by these kernels. early: kernels are launched early."""
-    attention = Attention(lambda positions, slots: (), attend_step, by_text=True)
-    layer, head = (partial(function, early=early) for function in (triton_layer, triton_head))
-    prompts = Prompts(norm, rotate, attend_flash_prompts, gate)
-    return GraphOps("Triton", attention, ops.product, begin, layer, head, advance, prompts)
+ATTENTION = Attention(lambda positions, slots: (), attend_step, by_text=True)
+PROMPTS = Prompts(norm, rotate, attend_flash_prompts, gate)
+TRITON = GraphOps("Triton", ATTENTION, linear, begin, triton_layer, triton_head, advance, PROMPTS)
 
 
-def triton_serves(weights: LayerWeights, head_dim: int) -> bool:
+def serves(weights: LayerWeights, head_dim: int) -> bool:
     """Return True if the kernels compute a layer of these weights: 16 bits, no biases, no norms of heads."""
     wq, wk = (weights.tensors[f"attention.{name}.weight"] for name in ("wq", "wk"))
     w1 = weights.tensors["feed_forward.w1.weight"]

@@ -9,7 +9,7 @@ are tested without a GPU.
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -188,7 +188,8 @@ class GraphRunner:
             weights = self.describe(model)
             if caching_of(model) != (cache is not None) or (weights.trainable and torch.is_grad_enabled()):
                 return None  # the modules record gradients
-            made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
+            with current(model.device):
+                made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
         except Unsupported as why:
             self._warn(why)
             return None
@@ -614,6 +615,11 @@ def new_buffers(
             cache=cache,
             record=record,
         )
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is PyTorch's current one, on which Triton launches kernels."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _allocate(cache: Cache, rows: int, slots: int, model: Transformer) -> None:

@@ -36,9 +36,10 @@ from llama.stepper import FEW_ROWS
 logger = logging.getLogger(__name__)
 
 # How far kernels may be from the modules: float32 sums have another order, and 16-bit numbers are rounded in other
-# places. Of a layer: the norm of the difference as a share of the norm of its output. Of the logits: the largest
-# difference as a share of the largest logit; rounding adds up over the layers.
-LAYER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+# places. Of a layer: the norm of the difference as a share of the norm of its output; layers of 24 numbers in bfloat16
+# differ by 0.0104 on an H200, wide ones by less. Of the logits: the largest difference as a share of the largest logit;
+# rounding adds up over the layers.
+LAYER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # Rows and lengths of steps. Flash attention divides long texts into parts. FEW and MANY rows are timed.
 FEW, MANY = 1, 2 * FEW_ROWS

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.fast import graph_ops
-from llama.fast.graph_ops import PYTORCH, LayerWeights, attend_masked, decode_layer, prepare_mask
+from llama.fast.graph_ops import LayerWeights, attend_masked, decode_layer, prepare_mask
 from llama.ops import linear, rms_norm
 from llama.rope import RopeTable, rope_frequencies, rotate
 
@@ -154,7 +154,7 @@ def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
     ],
 )
 def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype: torch.dtype, atol: float) -> None:
-    ops = kernels.triton_ops(PYTORCH, early=False)
+    ops = kernels.TRITON
     h, weights, cos_sin, positions, *cached = layer_inputs(rows, slots, dtype)
     copies = [each.clone() for each in cached]
     seen = prepare_mask(positions, slots)
@@ -182,7 +182,7 @@ def test_prompts_equal_the_plain_ones(rows: int) -> None:
     def gate(x: Tensor, up: Tensor) -> Tensor:
         return F.silu(x) * up
 
-    prompts = kernels.triton_ops(PYTORCH).prompts._replace(attend=attend)
+    prompts = kernels.PROMPTS._replace(attend=attend)
     plain = graph_ops.prompt_layer(graph_ops.Prompts(rms_norm, rotate, attend, gate), *shared)
     for ours, wanted in zip(graph_ops.prompt_layer(prompts, *shared), plain, strict=True):
         torch.testing.assert_close(ours, wanted, **CLOSE)
@@ -231,7 +231,7 @@ def machine_code(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -
     return binary.asm["ptx"], said
 
 
-def llama_1b(*, early: bool) -> Tensor:
+def llama_1b() -> Tensor:
     """Launch a layer and the head in the shape of Llama 3.2 1B, in bfloat16."""
     rows, slots = 16, 4096
 
@@ -244,29 +244,21 @@ def llama_1b(*, early: bool) -> Tensor:
     tensors |= {f"feed_forward.{name}.weight": empty(*size) for name, size in sizes.items()}
     tensors |= {f"{name}_norm.weight": empty(2048) for name in ("attention", "ffn")}
     weights = LayerWeights(tensors, {"attention_norm": 1e-5, "ffn_norm": 1e-5})
-    assert kernels.triton_serves(weights, 64)
+    assert kernels.serves(weights, 64)
     cos_sin = tuple(empty(rows, 1, 64, dtype=torch.float32) for _ in range(2))
     positions, keys, values = empty(rows, dtype=torch.int64), empty(rows, slots, 8, 64), empty(rows, slots, 8, 64)
-    ops = kernels.triton_ops(PYTORCH, early=early)
+    ops = kernels.TRITON
     h = ops.layer(None, None, empty(rows, 2048), weights, cos_sin, (), positions, keys, values)
     return ops.head(h, empty(2048), 1e-5, empty(128_256, 2048))
 
 
 @pytest.mark.slow
 @compiled
-@pytest.mark.parametrize("early", [False, True])
-def test_kernels_compile_for_a_hopper_gpu_without_spills(
-    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_for_a_hopper_gpu_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel, given, options in launches(monkeypatch, lambda: llama_1b(early=early)):
+    for kernel, given, options in launches(monkeypatch, llama_1b):
         ptx, said = machine_code(kernel, given, options)
         assert ", 0 bytes spill stores, 0 bytes spill loads" in said, (kernel, given, said)
-        assert ("griddepcontrol.wait" in ptx) == early
-        fetched = "prefetch.global.L2" in ptx
-        assert fetched == (early and kernel.__name__ == "_product")
-        if fetched:  # only the weights, which no kernel of a step writes, are read before it
-            assert ptx.index("prefetch.global.L2") < ptx.index("griddepcontrol.wait") < ptx.index("cp.async")
         assert "atom." not in ptx  # no program adds to the sum of another
         assert "\tred." not in ptx
         if kernel.__name__ in ("_attend", "_product"):

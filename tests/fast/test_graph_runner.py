@@ -33,6 +33,7 @@ from llama.args import ModelArgs
 from llama.batch import NonFiniteLogits
 from llama.fast import choose, graph_ops, graph_runner
 from llama.fast.fingerprint import Descriptions
+from llama.fast.graph_ops import FLASH, MASKED
 from llama.fast.graph_runner import (
     LENGTH_STEP,
     SYNC_INTERVAL,
@@ -175,7 +176,7 @@ def test_texts_of_few_and_of_many_rows_in_turn_are_recorded_once_each(
 
 def test_buffers_whose_length_costs_no_time_serve_texts_of_many_lengths(recordings: list[object]) -> None:
     plain, fast = twins(replace(ARGS, max_seq_len=600))
-    by_text = graph_ops.PYTORCH._replace(attention=graph_ops.MASKED._replace(by_text=True))
+    by_text = graph_ops.PYTORCH._replace(attention=MASKED._replace(by_text=True))
     fast.runner = GraphRunner(by_text)
     for length in (9, 100, 255, 256, 9, 500):
         prompts = [[7] * (length - 8)]
@@ -292,7 +293,7 @@ def test_functions_that_cannot_be_compiled_are_not_used(
     assert fast.generate_tokens(PROMPTS, 9, **GREEDY) == plain.generate_tokens(PROMPTS, 9, **GREEDY)
 
 
-FLASH = graph_ops.PYTORCH._replace(name="plain flash", attention=graph_ops.FLASH)
+WITH_FLASH = graph_ops.PYTORCH._replace(name="plain flash", attention=FLASH)
 
 
 def test_masked_attention_runs_if_flash_attention_does_not(
@@ -301,7 +302,7 @@ def test_masked_attention_runs_if_flash_attention_does_not(
     """As on a CPU, which does not have its operator."""
     _, fast = twins(device="cpu")
     assert graph_ops.plain_ops(torch.device("cpu"), torch.bfloat16, 64) == [graph_ops.PYTORCH]
-    monkeypatch.setattr(choose, "plain_ops", lambda *_: [FLASH, graph_ops.PYTORCH])
+    monkeypatch.setattr(choose, "plain_ops", lambda *_: [WITH_FLASH, graph_ops.PYTORCH])
     monkeypatch.setattr(choose, "compiled", lambda _, ops: ops)
     with caplog.at_level(logging.WARNING, "llama"):
         choose._use_graphs(fast.double())
@@ -832,7 +833,7 @@ def own_layer(change: Callable[[Tensor, int], Tensor]) -> graph_ops.GraphOps:
     def attend(*given: Any) -> Tensor:
         return change(graph_ops.attend_masked(*given), next(calls))
 
-    return graph_ops.PYTORCH._replace(name="own", attention=graph_ops.MASKED._replace(attend=attend))
+    return graph_ops.PYTORCH._replace(name="own", attention=MASKED._replace(attend=attend))
 
 
 def halve_several_rows(output: Tensor, call: int) -> Tensor:
@@ -854,7 +855,7 @@ def read_a_slot_behind_the_position(q: Tensor, keys: Tensor, values: Tensor, pre
 
 
 def read_nan() -> graph_ops.GraphOps:
-    return graph_ops.PYTORCH._replace(attention=graph_ops.MASKED._replace(attend=read_a_slot_behind_the_position))
+    return graph_ops.PYTORCH._replace(attention=MASKED._replace(attend=read_a_slot_behind_the_position))
 
 
 def rotate_logits() -> graph_ops.GraphOps:
@@ -875,7 +876,7 @@ def rotate_logits() -> graph_ops.GraphOps:
 def test_kernels_that_are_wrong_anywhere_are_not_used(
     wrong: Callable[[], graph_ops.GraphOps], words: str, dtype: torch.dtype
 ) -> None:
-    plain, _ = twins(dtype=dtype)
+    plain, _ = twins(dtype=dtype, device="cpu")  # on a GPU a replay does not call these functions
     runner = GraphRunner(wrong())
     with pytest.raises(Unsupported, match=words):
         try_steps(plain, runner)
@@ -1054,5 +1055,5 @@ def test_flash_attention_on_a_gpu_reads_each_rows_written_keys_alone(heads: int)
     positions = torch.tensor([0, 95, 41], device=DEVICE)
     for row, position in enumerate(positions):
         keys[row, position + 1 :], values[row, position + 1 :] = torch.nan, torch.nan
-    flash, masked = (attend(q, keys, values, positions) for attend in (graph_ops.attend_flash, graph_ops.attend_masked))
+    flash, masked = (each.attend(q, keys, values, each.prepare(positions, 96)) for each in (FLASH, MASKED))
     torch.testing.assert_close(flash, masked, rtol=2e-2, atol=2e-2)
