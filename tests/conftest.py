@@ -26,7 +26,7 @@ LONG = (
     *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
     *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
     *("test_verify.py", "test_malformed.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),
-    *("test_native_builds.py", "test_tutorial.py", "test_texts_at_once.py", "test_certificate.py"),
+    *("test_gpu_code.py", "test_native_builds.py", "test_tutorial.py", "test_texts_at_once.py", "test_certificate.py"),
 )
 
 
