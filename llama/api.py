@@ -76,7 +76,8 @@ def load(
     check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
     check(quantize=quantize)
     ranks = join(on)
-    checkpoint = open_checkpoint(demo_model_path() if path == "demo" else path, tokenizer_path=tokenizer_path)
+    path = demo_model_path() if path == "demo" else path
+    checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path, max_seq_len=max_seq_len)
     args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
     if max_seq_len is not None:
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)

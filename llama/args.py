@@ -10,6 +10,9 @@ from typing import Any
 # A default that __post_init__ derives from the other fields. Typed Any so that type checkers use the field's own type.
 _DERIVED: Any = None
 
+# Fields of ModelArgs that say how a model is used, not what it is. A checkpoint may not state them.
+SETTINGS = frozenset({"max_batch_size", "kv_caching", "kv_cache"})
+
 # Meta writes a bare "use_scaled_rope" for two different rules. These (dim, n_layers), Llama 3.2 1B and 3B, divide by
 # 32; every other model by 8 (https://github.com/meta-llama/llama-models/issues/166).
 _FACTOR_32 = {(2048, 16), (3072, 28)}

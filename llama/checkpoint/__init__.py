@@ -35,17 +35,23 @@ _STORED_BLOCK = 1 << 20  # stored weights per read: enough that the overhead of 
 _SCORE_WEIGHTS = re.compile(r"\.attention\.(wq|wk|q_norm|k_norm)\.")  # weights from which attention scores are computed
 
 
-def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike[str] | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | PathLike[str],
+    *,
+    tokenizer_path: str | PathLike[str] | None = None,
+    max_seq_len: int | None = None,
+) -> Checkpoint:
     """Return the checkpoint at `path`: its format is recognised, its headers are checked, its weights are mapped.
 
-    `tokenizer_path` names a tokenizer.model or tokenizer.json that replaces the checkpoint's own. Raises only
-    CheckpointError, whatever is wrong with the files.
+    `tokenizer_path` names a tokenizer.model or tokenizer.json that replaces the checkpoint's own. `max_seq_len` is the
+    length of a model whose files do not decide one; it does not replace theirs. Raises only CheckpointError, whatever
+    is wrong with the files.
     """
     path = Path(path)
     tokenizer_path = None if tokenizer_path is None else Path(tokenizer_path)
     with refusing(path, "cannot be opened"):
         if path.is_dir():
-            return _open_directory(path, tokenizer_path)
+            return _open_directory(path, tokenizer_path, max_seq_len)
         if not os.path.lexists(path):
             raise CheckpointError(path, f"there is no such file or directory; {_KINDS}")
         if not path.is_file():
@@ -57,7 +63,7 @@ def open_checkpoint(path: str | PathLike[str], *, tokenizer_path: str | PathLike
         raise CheckpointError(path, f"is not a checkpoint; {_KINDS}")
 
 
-def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:
+def _open_directory(path: Path, tokenizer_path: Path | None, max_seq_len: int | None) -> Checkpoint:
     names = sorted(entry.name for entry in path.iterdir())
     ggufs = [name for name in names if name.endswith(".gguf")]
     present = {
@@ -73,8 +79,9 @@ def _open_directory(path: Path, tokenizer_path: Path | None) -> Checkpoint:
         raise CheckpointError(path, f"contains more than one checkpoint ({several}); pass one file or directory")
     if ggufs:
         return open_gguf(path / ggufs[0], tokenizer_path=tokenizer_path)
-    open_format = open_meta if formats == ["Meta's .pth"] else open_huggingface
-    return open_format(path, tokenizer_path=tokenizer_path)
+    if formats == ["Meta's .pth"]:
+        return open_meta(path, tokenizer_path=tokenizer_path, max_seq_len=max_seq_len)
+    return open_huggingface(path, tokenizer_path=tokenizer_path)
 
 
 def load_weights(

@@ -5,7 +5,7 @@ Knows Meta's names and shapes. Of file formats it reads only JSON.
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import SETTINGS, ModelArgs
 from llama.model import Transformer
 from llama.quant.packed import Format, MappedWeight, Parts
 from llama.tokenizer import Tokenizer
@@ -40,6 +40,8 @@ _LIMITS = {
     "norm_eps": 0.1,
 }
 
+# `require_values` rejects settings in every format: kv_cache may name a Python file, which only the user may run.
+NO_SETTINGS: dict[str, tuple[object, ...]] = dict.fromkeys(SETTINGS, (None,))
 
 Rows = Callable[[int, int], Tensor]  # returns the rows from the first number to before the second
 
@@ -137,6 +139,7 @@ class Checkpoint:
     `tensors` has every name of the model's state dict, in Meta's names and layout, with checked shapes. window: the
     number of positions that a query of the original model sees (sliding-window attention); None: all. In this library
     every query sees all positions, so both models agree only up to that length. family: the file's architecture.
+    assumed: the values that the files do not state, such as "rope_theta=10000", and why they are these.
     """
 
     path: Path
@@ -145,6 +148,7 @@ class Checkpoint:
     tensors: Mapping[str, Weight]
     window: int | None = None
     family: str = "llama"
+    assumed: tuple[str, ...] = ()
 
     @property
     def quantised(self) -> bool:
@@ -176,6 +180,7 @@ def assemble(
     says_tied: bool | None,
     window: int | None = None,
     family: str = "llama",
+    assumed: Sequence[str] = (),
 ) -> Checkpoint:
     """Return the checkpoint in Meta's names, after comparing the tensors of a file with what its config needs.
 
@@ -198,7 +203,8 @@ def assemble(
     if says_tied and not tensors[head].same_bits(tensors[embedding]):
         raise CheckpointError(path, f"the config says that the head is tied, but {head} is not equal to {embedding}")
     args = replace(args, tied_head=shared or bool(says_tied))
-    return Checkpoint(path, args, tokenizer, {ours: tensors[theirs] for ours, theirs in names.items()}, window, family)
+    named = {ours: tensors[theirs] for ours, theirs in names.items()}
+    return Checkpoint(path, args, tokenizer, named, window, family, tuple(assumed))
 
 
 def needed_shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:

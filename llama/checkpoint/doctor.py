@@ -33,9 +33,11 @@ def facts(checkpoint: Checkpoint) -> dict[str, str]:
         "layers": f"{args.n_layers} of width {args.dim}, MLP {args.ffn_dim}",
         "heads": f"{args.n_heads} of {args.head_dim} numbers, {args.n_kv_heads} for keys and values",
         "attention": _attention(args),
+        "norms": f"RMSNorm with epsilon {args.norm_eps:g}",
         "head": "is the embedding (tied)" if args.tied_head else "its own matrix",
         "RoPE": _rope(args),
         "longest text": f"{args.max_seq_len:,} positions",
+        "not in the files": ", ".join(checkpoint.assumed) or "nothing that is needed",
         "tensors": ", ".join(f"{count} {kind}" for kind, count in sorted(types.items())),
         **_tokenizer_facts(checkpoint.tokenizer, args),
     }

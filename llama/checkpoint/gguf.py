@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, YarnScaling
 from llama.checkpoint.base import (
+    NO_SETTINGS,
     Checkpoint,
     Stored,
     Weight,
@@ -55,12 +56,14 @@ _SUPPORTED_SIZES: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_attn_factor": (1, None),
     "rope.scaling.yarn_beta_fast": (32, None),  # llama.cpp reads these two only for other architectures
     "rope.scaling.yarn_beta_slow": (1, None),
+    **NO_SETTINGS,
 }
 
 _REQUIRED = (
     *("embedding_length", "feed_forward_length", "block_count", "attention.head_count", "context_length"),
     "attention.layer_norm_rms_epsilon",
 )
+_BASE = 10000.0  # llama.cpp's rope_freq_base_train, if the file has none
 
 # The arrays that are read; others are skipped.
 _ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
@@ -100,6 +103,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
         says_tied=None,
         window=_window(path, sizes),
         family=family.name,
+        assumed=[] if "rope.freq_base" in sizes else [f"rope.freq_base={_BASE} (llama.cpp)"],
     )
 
 
@@ -125,7 +129,7 @@ def _args(path: Path, sizes: Mapping[str, Any], family: Family, tokens: object) 
         vocab_size=sizes.get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
         norm_eps=sizes["attention.layer_norm_rms_epsilon"],
         max_seq_len=sizes["context_length"],
-        rope_theta=sizes.get("rope.freq_base", 10000.0),
+        rope_theta=sizes.get("rope.freq_base", _BASE),
         rope_scaling=_rope_scaling(path, sizes),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,

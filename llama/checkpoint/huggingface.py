@@ -13,6 +13,7 @@ import torch
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.base import (
+    NO_SETTINGS,
     Checkpoint,
     Weight,
     assemble,
@@ -53,7 +54,13 @@ _SUPPORTED: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None,),
     "num_local_experts": (0, 1, None),
     "num_experts": (0, 1, None),
+    **NO_SETTINGS,
 }
+
+# The values of missing keys in transformers' LlamaConfig; `Family.defaults` has those that differ. A missing head_dim,
+# num_key_value_heads or tie_word_embeddings follows from the other keys.
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+_BASE = 10000.0  # RotaryEmbeddingConfigMixin.default_theta
 
 
 def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
@@ -61,8 +68,14 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     config_path = need_file(directory, "config.json", "the sizes of the model")
     config = read_config(config_path)
     family = _family(config_path, config)
-    config = {**family.defaults, **config}
-    args = _args(config_path, config, family)
+    defaults = {**_DEFAULTS, **family.defaults}
+    assumed = [f"{key}={value}" for key, value in defaults.items() if key not in config]
+    config = {**defaults, **config}
+    rope = _rope_parameters(config_path, config)
+    if "rope_theta" not in rope:
+        rope["rope_theta"] = _BASE
+        assumed.append(f"rope_theta={_BASE}")
+    args = _args(config_path, config, rope, family)
     names = huggingface_names(args)
     ours = {theirs: ours for ours, theirs in names.items()}
     tensors: dict[str, Weight] = {}
@@ -82,6 +95,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         says_tied=config.get("tie_word_embeddings"),
         window=_window(config_path, config),
         family=family.name,
+        assumed=[f"{value} (transformers)" for value in assumed],
     )
 
 
@@ -118,15 +132,13 @@ def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
+def _args(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> ModelArgs:
     if type(config.get("tie_word_embeddings")) not in (bool, NoneType):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [key for key in required if config.get(key) is None]
     if missing:
         raise CheckpointError(path, f"lacks {', '.join(missing)}")
-    rope = _rope_parameters(path, config)
-    # A missing key has the default of transformers' LlamaConfig, or of the family.
     return make_args(
         path,
         dim=config["hidden_size"],
@@ -136,9 +148,9 @@ def _args(path: Path, config: Mapping[str, Any], family: Family) -> ModelArgs:
         n_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         vocab_size=config["vocab_size"],
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        max_seq_len=config.get("max_position_embeddings", 2048),
-        rope_theta=rope.get("rope_theta", 10000.0),
+        norm_eps=config["rms_norm_eps"],
+        max_seq_len=config["max_position_embeddings"],
+        rope_theta=rope["rope_theta"],
         rope_scaling=_rope_scaling(path, rope, config),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
@@ -160,10 +172,14 @@ def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(path: Path, rope: Mapping[str, Any], config: Mapping[str, Any]) -> Scaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type"))
+    if rope.get("type", kind) != kind:  # transformers 4 and 5 do not agree which one applies
+        raise CheckpointError(path, f"RoPE scaling has rope_type={kind!r} and type={rope['type']!r}; remove one")
+    if kind is None and "factor" in rope:  # transformers 4 rejects it, and transformers 5 ignores the factor
+        raise CheckpointError(path, f"RoPE scaling has factor={rope['factor']!r} and no rope_type; add its type")
     if rope.get("partial_rotary_factor") not in (1, None):
         raise CheckpointError(path, f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported")
-    if kind == "default":
+    if kind in ("default", None):
         return None
     if kind not in ("linear", "llama3", "yarn"):
         raise CheckpointError(

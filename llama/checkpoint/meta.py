@@ -1,19 +1,21 @@
 """Meta's format: params.json, tokenizer.model, and weights in consolidated.00.pth, .01.pth and so on.
 
-Merges the shards of a model; `pth` reads one. Names and layout are those of our model.
+Merges the shards of a model; `pth` reads one. Names and layout are those of our model. Knows what the published
+params.json of each family leave out.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs, RopeScaling
+from llama.args import SETTINGS, ModelArgs, RopeScaling
 from llama.checkpoint.base import (
+    NO_SETTINGS,
     Checkpoint,
     Weight,
     assemble,
@@ -23,6 +25,7 @@ from llama.checkpoint.base import (
     needed_shapes,
     read_config,
     read_tokenizer,
+    require_values,
     same_bits,
 )
 from llama.tokenizer import Tokenizer
@@ -37,13 +40,42 @@ _SPLIT_BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 _REPLICATED = ("norm.weight",)
 _IGNORED = {"rope.freqs"}  # a table in old files; ours is computed from rope_theta
 
+_STATED = ("dim", "n_layers", "n_heads")  # their defaults differ in Meta's code; the others are those of ModelArgs
 
-def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
-    """Return the checkpoint in a directory of Meta's. `tokenizer_path` replaces its tokenizer.model."""
+# Only the files of Llama 1 and 2 state no RoPE base. Their code has this one built in: precompute_freqs_cis in
+# https://github.com/meta-llama/llama, llama/model.py.
+_BASE = 10000.0
+
+# No file states for how many positions the model was made. With that base, by (dim, n_layers, n_kv_heads, norm_eps):
+# Llama 1 (https://arxiv.org/abs/2302.13971) and Llama 2 (https://arxiv.org/abs/2307.09288). The first files of Llama 2
+# 7B chat state the norm_eps of Llama 1 by mistake, and so get its length
+# (https://github.com/meta-llama/llama/issues/771).
+_LENGTHS = {
+    (4096, 32, 32, 1e-6): ("Llama 1 7B", 2048),
+    (5120, 40, 40, 1e-6): ("Llama 1 13B", 2048),
+    (6656, 60, 52, 1e-6): ("Llama 1 33B", 2048),
+    (8192, 80, 64, 1e-5): ("Llama 1 65B", 2048),
+    (4096, 32, 32, 1e-5): ("Llama 2 7B", 4096),
+    (5120, 40, 40, 1e-5): ("Llama 2 13B", 4096),
+    (8192, 80, 8, 1e-5): ("Llama 2 70B", 4096),  # Code Llama 70B Instruct and Python, too
+}
+# With another base, by whether the tokenizer is SentencePiece's, and that base.
+_LENGTHS_BY_BASE = {
+    (True, 1e6): ("Code Llama", 16384),  # https://arxiv.org/abs/2308.12950
+    (False, 5e5): ("Llama 3", 8192),  # https://arxiv.org/abs/2407.21783
+}
+_SCALED = ("Llama 3.1 and later", 131072)  # with use_scaled_rope; the same paper
+
+
+def open_meta(directory: Path, *, tokenizer_path: Path | None = None, max_seq_len: int | None = None) -> Checkpoint:
+    """Return the checkpoint in a directory of Meta's.
+
+    `tokenizer_path` replaces its tokenizer.model. `max_seq_len`: see `meta_args`.
+    """
     params_path = need_file(directory, "params.json", "the sizes of the model")
     params = read_config(params_path)
     tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.model", "the vocabulary"))
-    args = _args(params_path, params, tokenizer)
+    args, assumed = meta_args(params_path, params, tokenizer, max_seq_len=max_seq_len)
     mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
     shards = {name: read_pth_header(file) for name, file in mapped.items()}
     _check_shards(directory, args, shards)
@@ -61,24 +93,69 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None) -> Checkpo
         tensors=tensors,
         names=names,
         says_tied=params.get("tied_head"),
+        assumed=assumed,
     )
 
 
-def _args(path: Path, params: dict[str, Any], tokenizer: Tokenizer) -> ModelArgs:
-    unknown = params.keys() - {field.name for field in fields(ModelArgs)}
+def meta_args(
+    path: Path, params: Mapping[str, Any], tokenizer: Tokenizer, *, max_seq_len: int | None = None
+) -> tuple[ModelArgs, list[str]]:
+    """Return the sizes in a params.json, and the values that it does not state, each with its source.
+
+    `max_seq_len`: the length, if neither the file nor its other sizes decide it. Raises CheckpointError for a base and
+    a length that nothing decides.
+    """
+    _check_keys(path, params)
+    unstated: dict[str, tuple[Any, str]] = {}
+    if "rope_theta" not in params:
+        if not tokenizer.sentencepiece or params.get("use_scaled_rope"):
+            raise CheckpointError(
+                path,
+                "lacks rope_theta. Only Llama 1 and 2 have a known base, and the tokenizer or use_scaled_rope is of a "
+                'later model; add "rope_theta" to the file',
+            )
+        unstated["rope_theta"] = (_BASE, "Llama 1 and 2")
+    if params.get("vocab_size", -1) == -1:
+        unstated["vocab_size"] = (tokenizer.n_words, "the tokenizer")
+    args = make_args(path, **{**params, **{name: value for name, (value, _) in unstated.items()}})
+    if "max_seq_len" not in params:
+        model, length = _length(path, args, tokenizer, max_seq_len)
+        unstated["max_seq_len"] = (length, model)
+        args = replace(args, max_seq_len=length)
+    if args.use_scaled_rope and isinstance(args.rope_scaling, RopeScaling):
+        logger.info("%s: use_scaled_rope has no factor; using %g, as Meta does", path, args.rope_scaling.factor)
+    return args, [f"{name}={value} ({source})" for name, (value, source) in unstated.items()]
+
+
+def _length(path: Path, args: ModelArgs, tokenizer: Tokenizer, given: int | None) -> tuple[str, int]:
+    """Return the released model of these sizes and the length that it was made for; without one the `given` length."""
+    if args.use_scaled_rope:
+        return _SCALED
+    if tokenizer.sentencepiece and args.rope_theta == _BASE:
+        found = _LENGTHS.get((args.dim, args.n_layers, args.n_kv_heads, args.norm_eps))
+    else:
+        found = _LENGTHS_BY_BASE.get((tokenizer.sentencepiece, args.rope_theta or 0.0))
+    if found is not None:
+        return found
+    if given is None:
+        raise CheckpointError(
+            path,
+            "does not state for how many positions the model was made, and no released model has these sizes; "
+            'use --max_seq_len N, or add "max_seq_len": N to the file',
+        )
+    return "as requested", given
+
+
+def _check_keys(path: Path, params: Mapping[str, Any]) -> None:
+    require_values(path, params, NO_SETTINGS)
+    unknown = params.keys() - ({field.name for field in fields(ModelArgs)} - SETTINGS)
     if unknown:
         raise CheckpointError(path, f"has unknown keys: {some_of(unknown)}")
     for name in ("use_scaled_rope", "tied_head"):
         if not isinstance(params.get(name, False), bool):
             raise CheckpointError(path, f"{name}={params[name]!r} must be true or false")
-    if params.get("vocab_size", -1) == -1:
-        params = params | {"vocab_size": tokenizer.n_words}
-    scaled = params.get("use_scaled_rope", False)
-    # Meta's files have no key for the longest text: 8192 tokens for Llama 3, 131072 from 3.1 on.
-    args = make_args(path, **({"max_seq_len": 131072 if scaled else 8192} | params))
-    if scaled and isinstance(args.rope_scaling, RopeScaling):
-        logger.info("%s: use_scaled_rope has no factor; using %g, as Meta does", path, args.rope_scaling.factor)
-    return args
+    if missing := [name for name in _STATED if name not in params]:
+        raise CheckpointError(path, f"lacks {', '.join(missing)}")
 
 
 def _shard_paths(directory: Path) -> list[Path]:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama.args import SETTINGS
 from llama.exact.digest import digest_of, digest_of_text
 from llama.streaming import TextCodec
 from llama.switches import Switches
 from llama.untrusted.words import printable
 
-_LIMITS = {"max_batch_size", "max_seq_len", "kv_caching", "kv_cache"}  # fields of ModelArgs that change no number
+_LIMITS = SETTINGS | {"max_seq_len"}  # fields of ModelArgs that change no number
 _REMEDIES = {
     "dtype": "load the model in that dtype",
     "exact": "set model.exact to that value",

@@ -101,6 +101,10 @@ class BpeCodec:
         self._variant = lru_cache(_MAX_VARIANTS)(self._make_variant)
         self._model  # noqa: B018  builds the library's model now, so that its errors appear on opening
 
+    @property
+    def sentencepiece(self) -> bool:
+        return isinstance(self.form, Spaces)
+
     # ---- text -> ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:

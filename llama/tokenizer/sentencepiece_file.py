@@ -69,6 +69,8 @@ class SentencePieceCodec:
     Text behind such a token gets a space before it, too, as in llama.cpp and transformers.
     """
 
+    sentencepiece = True
+
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens
         self._known = {piece.text for piece in proto.pieces if piece.kind not in (CONTROL, UNKNOWN)}

@@ -83,6 +83,8 @@ def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
 class TiktokenCodec:
     """Encodes by tiktoken, which gets no special tokens and so cannot find any in a text."""
 
+    sentencepiece = False
+
     def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
         import tiktoken  # only this kind of file needs it
 

@@ -17,6 +17,7 @@ class Tokenizer:
 
     special_tokens: text -> id. stop_tokens: the file's end tokens and the special tokens with the well-known name of an
     end. adds_bos: whether a text begins with `bos_id`. n_words: the number of ids in the file; see `widen` for more.
+    sentencepiece: whether the tokens are SentencePiece's, as those of Llama 1 and 2.
     """
 
     def __init__(self, model_path: str | PathLike[str]) -> None:
@@ -78,6 +79,7 @@ class Tokenizer:
         self.stop_tokens = list(dict.fromkeys([*vocabulary.eos_ids, *ends]))
         self.adds_bos = vocabulary.adds_bos
         self.chat_template = vocabulary.chat_template
+        self.sentencepiece = vocabulary.codec.sentencepiece
 
     def fingerprint(self) -> str:
         """Return a digest of the tokens, the ends of a text, and the chat template."""

@@ -28,7 +28,13 @@ class GgufTokens:
 
 
 class Codec(Protocol):
-    """Turns a text into ids."""
+    """Turns a text into ids.
+
+    sentencepiece: the tokens are SentencePiece's pieces, as those of Llama 1 and 2, not byte-level letters.
+    """
+
+    @property
+    def sentencepiece(self) -> bool: ...
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         """Return the ids of a text. Of the special tokens only those in `special` are recognised.

@@ -344,7 +344,7 @@ def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Pa
 def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dim: int, n_layers: int, factor: int
 ) -> None:
-    params = {"dim": dim, "n_layers": n_layers, "n_heads": 16, "vocab_size": -1, "use_scaled_rope": True}
+    params = {"dim": dim, "n_layers": n_layers, "n_heads": 16, "rope_theta": 500000.0, "use_scaled_rope": True}
     (tmp_path / "params.json").write_text(json.dumps(params))
     write_meta_tokenizer(tmp_path / "tokenizer.model")
     torch.save({"norm.weight": torch.ones(dim)}, tmp_path / "consolidated.00.pth")
@@ -456,7 +456,7 @@ def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) ->
 def test_released_params_have_the_released_ffn_size(tmp_path: Path) -> None:
     """Of the 8B model; tests/test_args.py has the other sizes."""
     params = {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32}
-    (tmp_path / "params.json").write_text(json.dumps(params | {"vocab_size": N_WORDS}))
+    (tmp_path / "params.json").write_text(json.dumps(params | {"vocab_size": N_WORDS, "rope_theta": 500000.0}))
     write_meta_tokenizer(tmp_path / "tokenizer.model")
     torch.save({"layers.0.feed_forward.w1.weight": torch.ones(1, 4096)}, tmp_path / "consolidated.00.pth")
     needed = r"layers\.0\.feed_forward\.w1\.weight is \(1, 4096\) and must be \(14336, 4096\)"
