@@ -81,11 +81,11 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None, max_seq_le
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
-    tensors = {}
+    tensors, said = {}, list[str]()
     for name in first.keys() - _IGNORED:
         places = [(mapped[file], shard[name]) for file, shard in shards.items()]
         parts = [Weight.mapped(file, place.start, place.shape, place.dtype) for file, place in places]
-        tensors[name] = _merge(directory, name, parts, args)
+        tensors[name] = _merge(directory, name, parts, args, said)
     return assemble(
         directory,
         args=args,
@@ -189,8 +189,8 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
             raise CheckpointError(directory, f"{name} has different dtypes or shapes in the shards")
 
 
-def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weight:
-    """Return a whole tensor from the parts in all shards."""
+def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs, said: list[str]) -> Weight:
+    """Return a whole tensor from the parts in all shards. `said`: see `_first_norm`."""
     part, shards = parts[0], len(parts)
     if shards == 1:
         return part
@@ -200,7 +200,7 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
             part.drop()
 
     if name.endswith(_REPLICATED):
-        return Weight(part.shape, lambda start, stop: _agreed(path, name, parts, start, stop), drop=drop)
+        return Weight(part.shape, lambda start, stop: _first_norm(path, name, parts, start, stop, said), drop=drop)
     # Llama 3 splits the embedding by rows, Llama 2 by columns.
     by_columns = name.endswith(_SPLIT_BY_COLUMNS) or (name == "tok_embeddings.weight" and part.shape[-1] != args.dim)
     if by_columns and len(part.shape) == 2:  # check_shapes rejects other shapes
@@ -223,6 +223,22 @@ def _merge(path: Path, name: str, parts: list[Weight], args: ModelArgs) -> Weigh
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     return Weight((length * len(groups), *part.shape[1:]), rows, drop=drop)
+
+
+def _first_norm(path: Path, name: str, copies: Sequence[Weight], start: int, stop: int, said: list[str]) -> Tensor:
+    """Return the first shard's numbers of a norm, which those of the other shards may miss by a rounding step.
+
+    The norms of Llama 3 70B are not equal in its shards (https://github.com/AI-Hypercomputer/jetstream-pytorch/pull/101).
+    The first such norm is logged and added to `said`. Raises CheckpointError for a larger difference.
+    """
+    first, *others = (copy.rows(start, stop) for copy in copies)
+    step = torch.finfo(first.dtype).eps  # of a number from 1 to 2; relative to others it is less
+    if all(torch.allclose(other.double(), first.double(), rtol=step, atol=0) for other in others):
+        if not said and not all(same_bits(first, other) for other in others):
+            said.append(name)
+            logger.warning("%s: %s differs by a rounding step in the shards; using the first shard's norms", path, name)
+        return first
+    return _agreed(path, name, copies, start, stop)
 
 
 def _agreed(path: Path, name: str, copies: Sequence[Weight], start: int, stop: int) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import logging
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -451,6 +452,52 @@ def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) ->
     torch.save(shard, tmp_path / "consolidated.01.pth")
     with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
         load(tmp_path)
+
+
+def write_shards(folder: Path, model: Any, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Write a model in four shards, the last of which is changed."""
+    path = write_meta(folder, meta_weights(model), meta_params(model.config), shards=4)
+    last = torch.load(path / "consolidated.03.pth", weights_only=True)
+    change(last)
+    torch.save(last, path / "consolidated.03.pth")
+    return path
+
+
+def steps_away(weight: Tensor, steps: int) -> None:
+    """Move every other number by so many steps of its dtype, away from 0."""
+    weight.view({2: torch.int16, 4: torch.int32}[weight.itemsize])[::2] += steps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_that_differ_by_a_rounding_step_are_the_first_shards_with_one_warning(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = random_model(config_of(), dtype=dtype)
+    norms = ("norm.weight", "layers.0.attention_norm.weight", "layers.1.ffn_norm.weight")
+    path = write_shards(tmp_path, theirs, lambda last: [steps_away(last[name], 1) for name in norms])
+    with caplog.at_level(logging.WARNING, "llama.checkpoint"):
+        assert_same_bits(load(path, dtype), meta_weights(theirs))
+    assert caplog.text.count("differs by a rounding step in the shards") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("layers.0.attention_norm.weight", lambda weight: steps_away(weight, 3)),
+        ("norm.weight", lambda weight: weight[5:6].neg_()),
+        ("norm.weight", lambda weight: weight[5:6].fill_(torch.nan)),
+        ("norm.weight", lambda weight: weight[5:6].fill_(torch.inf)),
+        ("layers.1.attention.wk.weight", lambda weight: steps_away(weight, 1)),
+        ("layers.1.attention.wv.weight", lambda weight: steps_away(weight, 1)),
+    ],
+)
+def test_norms_far_apart_and_heads_that_differ_at_all_are_refused(
+    name: str, change: Callable[[Tensor], object], tmp_path: Path
+) -> None:
+    theirs = random_model(config_of(num_key_value_heads=1), dtype=torch.bfloat16)
+    path = write_shards(tmp_path, theirs, lambda last: change(last[name]))
+    with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
+        load(path, torch.bfloat16)
 
 
 def test_released_params_have_the_released_ffn_size(tmp_path: Path) -> None:
