@@ -1,14 +1,16 @@
 """Meta's tokenizer.model for Llama 3: lines of tokens and ranks for tiktoken, and the special tokens of Meta's code."""
 
 import base64
+import io
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from llama.tokenizer.byte_letters import byte_letters
 from llama.tokenizer.patterns import LLAMA3_PATTERN
 from llama.tokenizer.vocabulary import GgufTokens, Vocabulary, library_errors, parts
-from llama.untrusted.model_proto import MAX_TOKEN_LENGTH
+from llama.untrusted.model_proto import MAX_TOKEN_LENGTH, MAX_WORDS
 
 _SPECIALS = (
     "<|begin_of_text|>",
@@ -29,6 +31,7 @@ _N_SPECIALS = 256
 # Above these limits tiktoken panics or its regex fails; Meta's values (https://github.com/openai/tiktoken/issues/195).
 _MAX_CHARS = 400_000
 _MAX_RUN = 25_000
+_MAX_LINE = 2 * MAX_TOKEN_LENGTH  # bytes: base64 has four letters for three
 _RUNS = re.compile(r"\s+|\S+")
 
 
@@ -57,27 +60,35 @@ def _ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
     A skipped line would shift every special id by one, so anything unexpected raises ValueError.
     """
+    if (lines := data.count(b"\n")) > MAX_WORDS - _N_SPECIALS:
+        raise ValueError(f"{path}: {lines} lines are more than the limit of {MAX_WORDS - _N_SPECIALS} tokens")
     ranks: dict[bytes, int] = {}
-    for rank, line in enumerate(data.splitlines()):
-        where = f"{path}, line {rank + 1}"
+    for rank, line in enumerate(iter(partial(io.BytesIO(data).readline, _MAX_LINE), b"")):
         try:
-            spelled, stated = line.split(b" ")
-            token = base64.b64decode(spelled, validate=True)
-        except ValueError:
-            raise ValueError(
-                f"{where}: expected a token in base64 and its rank; is this a tokenizer.model of Llama 3 (such lines) "
-                "or Llama 2 (made by SentencePiece)?"
-            ) from None
-        if stated != str(rank).encode():
-            raise ValueError(f"{where}: the rank is {stated[:20]!r} but must be {rank}")
-        if not 0 < len(token) <= MAX_TOKEN_LENGTH:
-            raise ValueError(f"{where}: a token of {len(token)} bytes; it must have 1 to {MAX_TOKEN_LENGTH}")
-        if token in ranks:
-            raise ValueError(f"{where}: token {token!r:.80} is also on line {ranks[token] + 1}")
-        ranks[token] = rank
+            token = _token(line, rank)
+            if ranks.setdefault(token, rank) != rank:
+                raise ValueError(f"token {token!r:.80} is also on line {ranks[token] + 1}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {rank + 1}: {error}") from None
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}: {len(missing)} of the 256 single bytes are missing, first {missing[0]:#04x}")
     return ranks
+
+
+def _token(line: bytes, rank: int) -> bytes:
+    try:
+        spelled, stated = line.rstrip(b"\r\n").split(b" ")
+        token = base64.b64decode(spelled, validate=True)
+    except ValueError:
+        raise ValueError(
+            "expected a token in base64 and its rank; is this a tokenizer.model of Llama 3 (such lines) or Llama 2 "
+            "(made by SentencePiece)?"
+        ) from None
+    if stated != b"%d" % rank:
+        raise ValueError(f"the rank is {stated[:20]!r} but must be {rank}")
+    if not 0 < len(token) <= MAX_TOKEN_LENGTH:
+        raise ValueError(f"a token of {len(token)} bytes; it must have 1 to {MAX_TOKEN_LENGTH}")
+    return token
 
 
 class TiktokenCodec:

@@ -16,11 +16,13 @@ MAX_TOKEN_LENGTH = 1024
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece.Type, and tokenizer.ggml.token_type
 BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_FIELDS = 1 << 16  # of the settings, and of the model besides its pieces; real ones have a few per added token
+_MAX_PIECE_FIELDS = 4  # a piece has three
 _BPE = 2  # TrainerSpec.ModelType
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A token: its text, its score (higher scores are merged first), and its type."""
 
@@ -56,19 +58,24 @@ def check_pieces(pieces: list[Piece]) -> None:
         raise ValueError(f"{len(pieces)} tokens; there must be 1 to {MAX_WORDS}")
     first: dict[str, int] = {}
     for i, piece in enumerate(pieces):
-        where = f"token {i}, {piece.text!r:.80},"
-        if not 0 < len(piece.text) <= MAX_TOKEN_LENGTH:
-            raise ValueError(f"{where} has {len(piece.text)} characters; it must have 1 to {MAX_TOKEN_LENGTH}")
-        if first.setdefault(piece.text, i) != i:
-            raise ValueError(f"{where} is in the vocabulary twice")
-        if piece.kind not in range(NORMAL, BYTE + 1):
-            raise ValueError(f"{where} has type {piece.kind}, which is not supported")
-        if piece.kind == BYTE and not BYTE_TEXT.fullmatch(piece.text):
-            raise ValueError(f"{where} has the type of bytes; their texts are <0x00> to <0xFF>")
-        if not math.isfinite(piece.score):
-            raise ValueError(f"{where} has the score {piece.score}, which is not finite")
-        if piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1:
-            raise ValueError(f"{where} is special and one character, so that plain text would become it")
+        wrong = "is in the vocabulary twice" if first.setdefault(piece.text, i) != i else _wrong(piece)
+        if wrong:
+            raise ValueError(f"token {i}, {piece.text!r:.80}, {wrong}")
+
+
+def _wrong(piece: Piece) -> str:
+    """Return why a piece is invalid; "" if it is valid."""
+    if not 0 < len(piece.text) <= MAX_TOKEN_LENGTH:
+        return f"has {len(piece.text)} characters; it must have 1 to {MAX_TOKEN_LENGTH}"
+    if not NORMAL <= piece.kind <= BYTE:
+        return f"has type {piece.kind}, which is not supported"
+    if piece.kind == BYTE and not BYTE_TEXT.fullmatch(piece.text):
+        return "has the type of bytes; their texts are <0x00> to <0xFF>"
+    if not math.isfinite(piece.score):
+        return f"has the score {piece.score}, which is not finite"
+    if piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1:
+        return "is special and one character, so that plain text would become it"
+    return ""
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -78,7 +85,7 @@ def read_model_proto(data: bytes) -> ModelProto:
     """Return the model in a file. Raises ValueError for damaged bytes, and for models of another kind, by name."""
     messages: list[bytes] = []  # parsed after the settings, because there are many
     specs: dict[int, dict[int, int | bytes]] = {}
-    for number, value in _fields(data):
+    for number, value in _fields(data, MAX_WORDS + _MAX_FIELDS):
         if number == 1:
             messages.append(_as_bytes(value))
             if len(messages) > MAX_WORDS:
@@ -86,7 +93,7 @@ def read_model_proto(data: bytes) -> ModelProto:
         elif number in (2, 3):
             if number in specs:
                 raise ValueError(f"field {number} of the model is repeated")
-            specs[number] = dict(_fields(_as_bytes(value)))
+            specs[number] = dict(_fields(_as_bytes(value), _MAX_FIELDS))
     trainer, normalizer = specs.get(2, {}), specs.get(3, {})
     model_type = trainer.get(3, 1)
     if model_type != _BPE:
@@ -117,7 +124,7 @@ def read_model_proto(data: bytes) -> ModelProto:
 
 
 def _piece(message: bytes) -> Piece:
-    fields = dict(_fields(message))
+    fields = dict(_fields(message, _MAX_PIECE_FIELDS))
     score = fields.get(2, bytes(4))
     if not isinstance(score, bytes) or len(score) != 4:
         raise ValueError("the score of a piece must be a 32-bit float")
@@ -152,10 +159,17 @@ def _as_bytes(value: int | bytes) -> bytes:
     return value
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and value of each field of a message: an int, or bytes; a fixed number is its bytes."""
-    at, end = 0, len(data)
+def _fields(data: bytes, most: int) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the number and value of each field of a message: an int, or bytes; a fixed number is its bytes.
+
+    Raises ValueError behind the field number `most`, because fields of two bytes take longer than the file's size
+    allows.
+    """
+    at, end, left = 0, len(data), most
     while at < end:
+        if not left:
+            raise ValueError(f"a message has more than {most:,} fields at byte {at}; this is not a SentencePiece file")
+        left -= 1
         key, at = _varint(data, at)
         number, wire = key >> 3, key & 7
         if wire == _VARINT:

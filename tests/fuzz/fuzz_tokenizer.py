@@ -234,7 +234,7 @@ def changed_proto(data: bytes, seed: int) -> bytes:
     """Change a few fields of a message, and of the messages in it."""
     dice = random.Random(seed)
     try:
-        fields = [(number, value) for number, value in _fields(data)]
+        fields = [(number, value) for number, value in _fields(data, len(data))]
     except ValueError:
         return data
     for _ in range(dice.randint(1, 4)):

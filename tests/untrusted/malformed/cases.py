@@ -3,6 +3,7 @@
 A table of functions that write them. "case N" is a row of the table in `docs/security.md` of what was once accepted.
 """
 
+import base64
 import io
 import json
 import os
@@ -683,6 +684,35 @@ TOKENIZERS: dict[str, tuple[str, str, bytes]] = {
 for _what, (_source, _file, _content) in TOKENIZERS.items():
     _home = "meta" if _file.endswith("model") else "huggingface"
     add(f"{_file} {_what}", _source, replaced(_home, _file, _content))
+
+
+def _million_lines(path: Path) -> None:
+    """Write 1,100,000 valid lines: the single bytes, and tokens of three bytes."""
+    tokens = [bytes([byte]) for byte in range(256)] + [(1 << 22 | i).to_bytes(3, "big") for i in range(1_099_744)]
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), i) for i, token in enumerate(tokens)))
+
+
+def _piece(*contents: bytes) -> bytes:
+    """Return pieces of SentencePiece's file, with these fields."""
+    return b"".join(b"\n" + bytes([len(content)]) + content for content in contents)
+
+
+_FIELDS = b"\x78\x00" * (15 << 20)  # 30 MB: the number 0 in field 15, which no message has
+_SETTINGS = b"\x12" + bytes([0x80 | len(_FIELDS) & 0x7F, 0x80 | len(_FIELDS) >> 7 & 0x7F])
+_SETTINGS += bytes([0x80 | len(_FIELDS) >> 14 & 0x7F, len(_FIELDS) >> 21])
+_BPE = b"\x12\x02\x18\x02\x1a\x02\x20\x00"
+LONG_TOKENIZERS: dict[str, Callable[[Path], object]] = {
+    "of 1,100,000 lines": _million_lines,
+    "of one line of 40 MB": lambda path: path.write_bytes(b"A" * (40 << 20)),
+    "of 40 million ends of lines": lambda path: path.write_bytes(b"\r" * (40 << 20)),
+    "of 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _FIELDS),
+    "whose settings have 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _SETTINGS + _FIELDS),
+    "whose pieces have 60 fields each": lambda path: path.write_bytes(
+        _piece(*(b"\n\x01%c" % (33 + i % 90) + b"\x78\x00" * 60 for i in range(300_000))) + _BPE
+    ),
+}
+for _what, _spoil in LONG_TOKENIZERS.items():
+    add(f"tokenizer.model {_what}", "case 19", spoiled("meta", "tokenizer.model", _spoil))
 
 
 def _added(key: str, value: object) -> Change:

@@ -80,6 +80,8 @@ EXPLAINED = {
     "a .gguf file with two RoPE scalings": "has rope_freqs.weight and another RoPE scaling",
     "an index whose map is a list": "lacks weight_map",
     "model.safetensors with whole numbers for weights": "a is I32; supported: F64, F32, F16, BF16",
+    "tokenizer.model of 1,100,000 lines": "1100000 lines are more than the limit of 1048320 tokens",
+    "tokenizer.model of 15 million fields": "has more than 1,114,112 fields at byte 2228227; this is not",
     "a .pth file with a record that no tensor has": "record 'data/999' belongs to no tensor",
 }
 
