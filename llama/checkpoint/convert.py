@@ -6,10 +6,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from llama.checkpoint import Checkpoint, open_checkpoint
+from llama.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.checkpoint.gguf_writer import FILE_TYPES, Part, planned, write_gguf
 from llama.host.files import replacing
+from llama.tokenizer import Tokenizer
 from llama.untrusted.gguf_header import read_gguf_header
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def convert(
     `type` of the matrices: f32, f16, bf16, q8_0, q4_0 or q4_1. In a file of 4 bits the embedding and the head have 8
     (Q8_0); matrices whose rows are not a multiple of 32 are F16; norms are F32. Tensors that already have the type are
     copied to the bit. The file appears as a whole, at the end. `progress(done, total)` gets bytes. Raises ValueError
-    (CheckpointError for the checkpoint's files), OSError, or `llama.checkpoint.demo.DemoUnavailable`.
+    (CheckpointError for the checkpoint's files), also for a file that `load` would reject, OSError, or
+    `llama.checkpoint.demo.DemoUnavailable`.
     """
     source, target = demo_model_path() if path == "demo" else Path(path), Path(out)
     kind = _kind_of(type)
@@ -45,7 +47,17 @@ def convert(
     metadata = _metadata(checkpoint, own_tokenizer=tokenizer_path is None)
     with replacing(target) as new:
         write_gguf(new, checkpoint.whole_texts(), parts, metadata, progress=progress)
+        _check_written(new)
     return parts
+
+
+def _check_written(path: Path) -> None:
+    """Raise ValueError if the reader would reject the file: the gguf package skips empty arrays, for example."""
+    try:
+        Tokenizer.from_gguf(read_gguf_header(path).metadata)
+    except ValueError as error:
+        why = error.reason if isinstance(error, CheckpointError) else error
+        raise ValueError(f"the new file would not load, so it was deleted: {why}") from error
 
 
 def _metadata(checkpoint: Checkpoint, *, own_tokenizer: bool) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """A converted file has the gguf package's rounding of the weights; tensors that have the wanted type stay unchanged."""
 
+import base64
+import json
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -217,6 +220,52 @@ def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tm
     peer = LlamaCppEngine(out, model.args, tokenizer, weights="stored")
     ours = LlamaEngine(model, tokenizer)
     assert peer.run([prompt], 8, kv_caching=True).ids == ours.run([prompt], 8, kv_caching=True).ids
+
+
+def without_merges(form: str, folder: Path) -> Path:
+    """Write a tiny checkpoint whose BPE tokenizer has single bytes only."""
+    theirs = random_model(config_of(**SIZES))
+    weights, params = meta_weights(theirs), meta_params(theirs.config)
+    if form == "meta":
+        path = write_meta(folder, weights, params)
+        lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+        (path / "tokenizer.model").write_text("".join(lines))
+        return path
+    if form == "gguf":  # the package writes no empty array, so an entry is renamed and an empty array is added
+        folder.mkdir()
+        return emptied(write_gguf(folder / "source.gguf", weights, theirs.config), b"tokenizer.ggml.merges")
+    path = write_huggingface(folder, theirs)
+    spec = json.loads((path / "tokenizer.json").read_text())
+    spec["model"] |= {
+        "merges": [],
+        "vocab": {text: id for text, id in spec["model"]["vocab"].items() if len(text) == 1},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(spec))
+    return path
+
+
+def emptied(path: Path, key: bytes) -> Path:
+    """Add an empty array of texts to a .gguf file, under a key of it, whose old entry gets another name."""
+    data = path.read_bytes()
+    renamed = data.replace(key, key[:-1] + b"_")
+    tensors, pairs = struct.unpack_from("<QQ", data, 8)
+    first = 24
+    entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, 8, 0)
+    entry += struct.pack("<Q", 3) + b"pad" + struct.pack("<I", 8)
+    room = -(len(entry) + 8) % 32
+    entry += struct.pack("<Q", room) + b" " * room  # the tensors begin at a multiple of 32 again
+    path.write_bytes(data[:16] + struct.pack("<Q", pairs + 2) + entry + renamed[first:])
+    assert tensors
+    return path
+
+
+@pytest.mark.parametrize("form", ["meta", "huggingface", "gguf"])
+def test_no_file_is_left_that_would_not_load(form: str, tmp_path: Path) -> None:
+    source = without_merges(form, tmp_path / "source")
+    load(source, device="cpu")
+    with pytest.raises(ValueError, match=r"^the new file would not load.*tokenizer\.ggml\.merges must be an array"):
+        convert(source, tmp_path / "out.gguf", type="f32")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_tokenizer_that_stands_elsewhere_is_written_into_the_file(tmp_path: Path) -> None:
