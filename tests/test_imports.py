@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "llama/ops.py": ("ranks rows", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/kv_cache/__main__.py": ("__main__", ""),
+    "llama/kv_cache/published.py": ("kv_cache untrusted.files untrusted.json_object", "torch"),
     "llama/kv_cache/": ("args ops rope rows kv_cache", "torch"),
     "llama/sampling.py": ("", "torch"),
     "llama/request.py": ("kv_cache sampling", "torch"),

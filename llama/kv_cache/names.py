@@ -7,6 +7,7 @@ names a layer applies. A part without @ comes last and names all remaining layer
 """
 
 import hashlib
+import os
 import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -101,10 +102,11 @@ def cache_kind(text: str) -> str:
 
 
 def _run(text: str, path: Path) -> None:
-    module = f"llama_kv_kind_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
+    # os.path raises no error for names that are too long, or links in a circle; running the file then does.
+    module = f"llama_kv_kind_{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]}"
     if module in sys.modules:
         return
-    if path.exists() and not path.is_file():  # reading a pipe would block
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
         raise ValueError(f"kv_cache={text!r}: {path} is no regular file")
     spec = spec_from_file_location(module, path)
     assert spec is not None

@@ -3,7 +3,6 @@
 A class is what its paper says, and no more: what all of them share is in `scored.py`.
 """
 
-import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.scored import ScoredCache
+from llama.untrusted.files import read_regular
+from llama.untrusted.json_object import parse_json
 
 SINKS = 4
 
@@ -212,13 +213,14 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
     form = "SHARE or FILE.json"
     whole_prompt = True
     recent: ClassVar[int] = 256
+    most_bytes: ClassVar[int] = 1 << 16  # of a file: it is read once for each layer
 
     def configure(self, params: str) -> None:
         self.heads: list[int] | None = None
         super().configure("" if params.endswith(".json") else params)
         if params.endswith(".json"):
             try:
-                every = json.loads(Path(params).read_text(encoding="utf-8"))
+                every = parse_json(read_regular(Path(params), limit=self.most_bytes))
                 if len(every) != self.args.n_layers:
                     raise ValueError(f"it has {len(every)}")
                 self.heads = sorted({range(self.args.n_kv_heads).index(head) for head in every[self.layer]})

@@ -1,4 +1,4 @@
-"""Parse untrusted JSON: an object with only one possible meaning."""
+"""Parse untrusted JSON: an object, or another value, with only one possible meaning."""
 
 import json
 import math
@@ -14,7 +14,15 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[str, Any]:
-    """Return the object in bytes of JSON.
+    """Return the object in bytes of JSON. Raises ValueError for another value, and as `parse_json`."""
+    content = parse_json(data, most_of=most_of)
+    if not isinstance(content, dict):
+        raise ValueError(f"it must be an object in braces, not a {type(content).__name__}")
+    return content
+
+
+def parse_json(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> Any:
+    """Return the value in bytes of JSON.
 
     Raises ValueError for JSON that readers interpret differently: bytes that are not UTF-8, surrogates, repeated keys,
     NaN, infinity and numbers beyond float64; also for whole numbers of more digits than Python's limit, more values
@@ -37,8 +45,6 @@ def parse_object(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> dict[s
         )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"it must be an object in braces, not a {type(content).__name__}")
     if _HALF_CHARACTER.search(text):
         _refuse_halves(content)
     return content
@@ -63,7 +69,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     raise ValueError(f"repeats the key {key!r:.80}")
 
 
-def _refuse_halves(content: dict[str, Any]) -> None:
+def _refuse_halves(content: Any) -> None:
     """Raise ValueError for an unpaired surrogate, such as an escaped D800 without the second half."""
     try:
         json.dumps(content, ensure_ascii=False).encode("utf-8")

@@ -65,6 +65,9 @@ BAD_BY_LAYER: dict[str, str] = {
     "window:24+4": "max_seq_len=24",
     "paged:-1": "most blocks",
     "nowhere.py:mine": "nowhere.py cannot be run: FileNotFoundError",
+    f"{'x' * 3000}.py:mine": "cannot be run: OSError: [Errno",
+    "x" * 3000: "is not a known kind of cache",
+    f"duo-attention:{'x' * 3000}.json": "must have a list of KV heads for each of 4 layers",
 }
 
 
@@ -85,6 +88,12 @@ def test_a_bad_name_is_refused_in_a_line_and_the_model_stays_as_it_was(text: str
             ask()
         assert "\n" not in str(refusal.value)
     assert (model.kv_cache, model.cache) == ("static", before)
+
+
+def test_a_file_of_code_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    with pytest.raises(ValueError, match=r"loop\.py cannot be run: OSError"):
+        tiny_model(kv_cache=f"{tmp_path / 'loop.py'}:mine")
 
 
 MIXED = "static@:1,-1;int4"

@@ -1,5 +1,7 @@
 """Kinds that keep the keys with the highest scores: what is dropped is gone, and what stays is what the method says."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +446,29 @@ def test_a_file_of_other_heads_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(ValueError, match=r"heads\.json must have a list of KV heads for each of 2 layers"):
         Cache.of(tiny_args(), f"duo-attention:{file}")
+
+
+NO_FILE_OF_HEADS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a folder": (lambda path: path.mkdir(), "it is a directory, not a regular file"),
+    "deep": (lambda path: path.write_text("[" * 60_000), "it is nested too deeply"),
+    "long": (lambda path: path.write_text("[[1]," + " " * (1 << 16) + "[]]"), "longer than 65,536 bytes"),
+    "a key twice": (lambda path: path.write_text('{"0": [1], "0": []}'), "repeats the key '0'"),
+    "no text": (lambda path: path.write_bytes(b"[[1], [\xff]]"), "is not UTF-8"),
+    "nothing": (lambda path: path, "No such file"),
+}
+if hasattr(os, "mkfifo"):
+    NO_FILE_OF_HEADS |= {
+        "a pipe": (lambda path: os.mkfifo(path), "it is a named pipe, not a regular file"),
+        "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a regular file"),
+    }
+
+
+@pytest.mark.parametrize("what", NO_FILE_OF_HEADS)
+def test_what_is_no_file_of_heads_is_refused_at_once(what: str, tmp_path: Path) -> None:
+    make, said = NO_FILE_OF_HEADS[what]
+    make(tmp_path / "heads.json")
+    with pytest.raises(ValueError, match=rf"must have a list of KV heads .*{said}"):
+        Cache.of(tiny_args(), f"duo-attention:{tmp_path / 'heads.json'}")
 
 
 def test_scores_of_another_shape_are_refused_by_name() -> None:

@@ -450,6 +450,17 @@ def test_a_kind_that_is_not_known_is_named_and_no_code_is_run(saved: tuple[Trans
     assert not (tmp_path / "was here").exists()
 
 
+def test_a_file_of_heads_that_a_session_names_is_read_with_limits(
+    saved: tuple[Transformer, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 60_000)
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, why in (("deep", "nested too deeply"), ("pipe", "a named pipe"), ("x" * 3000, "cannot be loaded here: kv_cache='duo-att")):
+        kind = f"duo-attention:{tmp_path / name}.json"
+        forge(saved[1], lambda facts, tensors, kind=kind: facts.update(kv_cache=kind))
+        refused(*saved, why)
+
+
 def test_a_window_of_another_size_is_refused(tmp_path: Path) -> None:
     _, session = made("window")  # as many positions as max_seq_len
     session.feed(TEXT)
