@@ -455,7 +455,11 @@ def test_a_file_of_heads_that_a_session_names_is_read_with_limits(
 ) -> None:
     (tmp_path / "deep.json").write_text("[" * 60_000)
     os.mkfifo(tmp_path / "pipe.json")
-    for name, why in (("deep", "nested too deeply"), ("pipe", "a named pipe"), ("x" * 3000, "cannot be loaded here: kv_cache='duo-att")):
+    for name, why in (
+        ("deep", "nested too deeply"),
+        ("pipe", "a named pipe"),
+        ("x" * 3000, "cannot be loaded here: kv_cache='duo-att"),
+    ):
         kind = f"duo-attention:{tmp_path / name}.json"
         forge(saved[1], lambda facts, tensors, kind=kind: facts.update(kv_cache=kind))
         refused(*saved, why)
