@@ -68,14 +68,8 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     config_path = need_file(directory, "config.json", "the sizes of the model")
     config = read_config(config_path)
     family = _family(config_path, config)
-    defaults = {**_DEFAULTS, **family.defaults}
-    assumed = [f"{key}={value}" for key, value in defaults.items() if key not in config]
-    config = {**defaults, **config}
-    rope = _rope_parameters(config_path, config)
-    if "rope_theta" not in rope:
-        rope["rope_theta"] = _BASE
-        assumed.append(f"rope_theta={_BASE}")
-    args = _args(config_path, config, rope, family)
+    args, assumed = _args(config_path, config, family)
+    config = {**family.defaults, **config}
     names = huggingface_names(args)
     ours = {theirs: ours for ours, theirs in names.items()}
     tensors: dict[str, Weight] = {}
@@ -95,7 +89,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         says_tied=config.get("tie_word_embeddings"),
         window=_window(config_path, config),
         family=family.name,
-        assumed=[f"{value} (transformers)" for value in assumed],
+        assumed=[f"{key}={value} (transformers)" for key, value in assumed.items()],
     )
 
 
@@ -132,14 +126,20 @@ def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _args(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], family: Family) -> ModelArgs:
+def _args(path: Path, config: Mapping[str, Any], family: Family) -> tuple[ModelArgs, dict[str, Any]]:
+    """Return the sizes, and the values of missing keys that have a default of their own."""
     if type(config.get("tie_word_embeddings")) not in (bool, NoneType):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     missing = [key for key in required if config.get(key) is None]
     if missing:
         raise CheckpointError(path, f"lacks {', '.join(missing)}")
-    return make_args(
+    rope = _rope_parameters(path, config)
+    assumed = {key: value for key, value in {**_DEFAULTS, **family.defaults}.items() if key not in config}
+    if "rope_theta" not in rope:
+        assumed["rope_theta"] = _BASE
+    config, rope = {**assumed, **config}, {"rope_theta": _BASE, **rope}
+    args = make_args(
         path,
         dim=config["hidden_size"],
         ffn_dim=config["intermediate_size"],
@@ -155,6 +155,7 @@ def _args(path: Path, config: Mapping[str, Any], rope: Mapping[str, Any], family
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
     )
+    return args, assumed
 
 
 def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
