@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.args import ModelArgs
+from llama.kv_cache.contract import query_positions
 from llama.kv_cache.static import StaticCache
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -20,12 +21,14 @@ PAGE = 16  # positions, as in the paper
 class QuestCache(StaticCache, kind="quest"):
     """`quest:N` reads N positions in each step, in pages of 16; a prompt reads all of its own.
 
-    Each page has the smallest and the largest number of each channel of its keys, (rows, pages, n_kv_heads, head_dim).
-    They bound the scores of the page: a step reads the pages with the largest bounds, chosen for each KV head by the
-    largest of its queries' bounds, and the newest page. `quest` alone reads 1024 positions.
+    A step is a row of a call with one token, however many the other rows have. Each page has the smallest and the
+    largest number of each channel of its keys, (rows, pages, n_kv_heads, head_dim). They bound the scores of the page:
+    a step reads the pages with the largest bounds, chosen for each KV head by the largest of its queries' bounds, and
+    the newest page. `quest` alone reads 1024 positions.
     """
 
     lossless = False
+    whole_prompt = True  # a call with a prompt's last token alone is a step
     form, default = "N", "1024"
     lows: Tensor | None
     highs: Tensor | None
@@ -63,25 +66,37 @@ class QuestCache(StaticCache, kind="quest"):
             bounds[rows, pages] = extreme(whole, 2)
 
     def visible(self, rows: Rows, xq: Tensor) -> Tensor | None:
-        pages = -(-rows.end // PAGE)
-        if rows.width > 1 or pages * PAGE <= self.positions:
+        several, count = [length > 1 for length in rows.lengths], self.positions // PAGE
+        steps = [start for start, more in zip(rows.starts, several, strict=True) if not more]
+        if max(steps, default=0) // PAGE < count:
             return None
+        seen = self._read(rows, xq[:, 0], count)[:, :, None]  # (bsz, n_kv_heads, 1, kv_len)
+        if rows.width == 1:
+            return seen
+        all_before = torch.arange(rows.end, device=xq.device) <= query_positions(rows, xq.device)
+        return torch.where(
+            torch.tensor(several, device=xq.device)[:, None, None, None], all_before[..., None, :, :], seen
+        )
+
+    def _read(self, rows: Rows, queries: Tensor, count: int) -> Tensor:
+        """Return the keys that each row's first query reads, in `count` pages, (bsz, n_kv_heads, kv_len).
+
+        queries: (bsz, n_heads, head_dim). Between equal bounds the earlier page is read.
+        """
         assert self.lows is not None
         assert self.highs is not None
-        bsz, heads = len(rows.starts), self.lows.shape[2]
-        wide = torch.promote_types(xq.dtype, torch.float32)  # in 16 bits, many bounds would be equal
+        bsz, heads, pages = len(rows.starts), self.lows.shape[2], -(-rows.end // PAGE)
+        wide = torch.promote_types(queries.dtype, torch.float32)  # in 16 bits, many bounds would be equal
         low, high = (held[:bsz, :pages].permute(0, 2, 3, 1).to(wide) for held in (self.lows, self.highs))
-        queries = torch.unflatten(xq[:, 0], 1, (heads, -1)).to(wide)  # (bsz, n_kv_heads, shared, head_dim)
+        queries = torch.unflatten(queries, 1, (heads, -1)).to(wide)  # (bsz, n_kv_heads, shared, head_dim)
         bounds = (queries.clamp(min=0) @ high + queries.clamp(max=0) @ low).amax(2)  # (bsz, n_kv_heads, pages)
-        newest = torch.tensor(rows.starts, device=xq.device)[:, None, None]
-        first = torch.arange(pages, device=xq.device) * PAGE
+        newest = torch.tensor(rows.starts, device=queries.device)[:, None, None]
+        first = torch.arange(pages, device=queries.device) * PAGE
         bounds = bounds.masked_fill(first > newest, -torch.inf).masked_fill(first == newest // PAGE * PAGE, torch.inf)
-        best = bounds.topk(self.positions // PAGE).indices
+        best = bounds.sort(dim=2, descending=True, stable=True).indices[..., :count]
         read = torch.zeros_like(bounds, dtype=torch.bool).scatter(2, best, True)
-        seen = read.repeat_interleave(PAGE, dim=2)[..., : rows.end] & (
-            torch.arange(rows.end, device=xq.device) <= newest
-        )
-        return seen[:, :, None]
+        seen = read.repeat_interleave(PAGE, dim=2)[..., : rows.end]
+        return seen & (torch.arange(rows.end, device=queries.device) <= newest)
 
     def sizes(self, rows: int, length: int, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         pages = (rows, -(-length // PAGE), *like.shape[2:])

@@ -219,6 +219,29 @@ def test_a_row_has_the_bits_that_it_has_alone(kv_cache: str) -> None:
     assert served(fast) == 6 * (1 + len(widths))
 
 
+@pytest.mark.parametrize("kv_cache", ["static", "int4", "paged", "quest:32", "quest:64"])
+def test_a_row_has_the_bits_that_it_has_alone_whatever_its_neighbours_are_fed(kv_cache: str) -> None:
+    _, fast = pair(kv_cache)
+    starts, calls = [70, 100], ([1, 2], [1, 45], [30, 1], [2, 1], [1, 1])  # of 3 tokens, 2 threads share the keys
+    cache, alone = fast.new_cache(), [fast.new_cache() for _ in starts]
+    fast(TOKENS[:2, :100], cache=cache, logits="last", lengths=starts)
+    for row, start in enumerate(starts):
+        fast(TOKENS[row : row + 1, :start], cache=alone[row], logits="last")
+    try:
+        for lengths, threads in zip(calls, (2, 1, 2, 2, 1), strict=True):
+            torch.set_num_threads(threads)
+            fed = TOKENS[:2].take_along_dim(torch.tensor(starts)[:, None] + torch.arange(max(lengths)), 1)
+            made = fast(fed, starts, cache=cache, logits="last", lengths=lengths)
+            torch.set_num_threads(1)
+            for row, length in enumerate(lengths):
+                own = fast(fed[row : row + 1, :length], starts[row], cache=alone[row], logits="last")
+                assert torch.equal(bits(made[row]), bits(own[0])), (lengths, row)
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    finally:
+        torch.set_num_threads(1)
+    assert served(fast) == 3 * (1 + len(calls))
+
+
 @pytest.mark.parametrize("kv_cache", CACHES)
 def test_rows_that_share_their_beginning_continue_separately(kv_cache: str) -> None:
     plain, fast = pair(kv_cache)

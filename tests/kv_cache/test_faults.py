@@ -534,6 +534,8 @@ class ForgetsThePages(QuestCache):
 class BoundsWholePages(QuestCache):
     """Leaves out the page in which a call begins."""
 
+    whole_prompt = False  # a cut changes what layers after the first one store, not the bounds
+
     def configure(self, params: str) -> None:
         super().configure("32")
 

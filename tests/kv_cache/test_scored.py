@@ -212,7 +212,7 @@ def test_only_the_first_prompt_of_a_text_is_compressed_and_forks_leave_it_as_it_
     assert cache.layers[0].state()["keys"].shape[1] == 0
 
 
-@pytest.mark.parametrize("kind", ["snapkv:12", "knorm:12", "h2o:12"])
+@pytest.mark.parametrize("kind", ["snapkv:12", "knorm:12", "h2o:12", "quest:16"])
 def test_prompts_that_begin_alike_give_what_they_give_alone(kind: str) -> None:
     model, tokens = tiny_model(max_seq_len=256), some_tokens(1, 100)[0].tolist()
     prompts = [[*tokens, 1, 2], [*tokens, 3, 4, 5, 6], [*tokens, 7]]
@@ -522,6 +522,48 @@ def test_a_call_of_several_tokens_reads_all_that_was_fed() -> None:
     with torch.inference_mode():
         ours = model(tokens[:, 100:102], 100, cache=cache)
         assert torch.equal(ours, static(tokens[:, 100:102], 100, cache=full))
+
+
+@pytest.mark.parametrize("score_mod", [False, True])
+def test_a_row_that_is_fed_one_token_reads_its_pages_whatever_its_neighbours_are_fed(score_mod: bool) -> None:
+    prompts = (100, 75, 20, 130)
+    model, tokens, _ = prompted("static", *prompts)
+    if score_mod:
+        model.use(model.ops._replace(score_mod=lambda scores, queries, keys, layer: scores - (queries - keys) / 50))
+    cache, *alone = (model.new_cache("quest:32") for _ in (0, *prompts))
+    with torch.inference_mode():
+        model(tokens[:, :130], Rows.at([0] * 4, prompts, prompt_ends=True), cache=cache)
+        for row, length in enumerate(prompts):
+            model(tokens[row : row + 1, :length], 0, cache=alone[row])
+        starts = list(prompts)
+        for lengths in ([1, 7, 1, 2], [5, 1, 12, 1], [1, 1, 1, 1]):
+            columns = torch.tensor(starts)[:, None] + torch.arange(12)  # also the last call has padding
+            fed = tokens.take_along_dim(columns, 1)
+            made = model(fed, Rows.at(starts, lengths, width=12), cache=cache)
+            for row, length in enumerate(lengths):
+                own = model(fed[row : row + 1, :length], starts[row], cache=alone[row])
+                assert torch.allclose(made[row, :length], own[0], atol=FP64_TOLERANCE), (lengths, row)
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+
+
+def test_rows_that_all_start_alike_read_by_their_own_lengths() -> None:
+    model, tokens, cache = prompted("quest:32", 100, 100)
+    both, several = cache.copy(), cache.copy()
+    with torch.inference_mode():
+        fed = tokens[:, 100:103]
+        made = model(fed, Rows.at([100, 100], [1, 3], width=3), cache=both)
+        step, chunk = model(fed[:, :1], 100, cache=cache), model(fed, 100, cache=several)
+        assert torch.allclose(made[0, 0], step[0, 0], atol=FP64_TOLERANCE)
+        assert torch.allclose(made[1], chunk[1], atol=FP64_TOLERANCE)
+        assert not torch.allclose(made[0, 0], chunk[0, 0], atol=1e-3)
+
+
+def test_of_equal_pages_the_earlier_ones_are_read() -> None:
+    _, _, cache = prompted("quest:64", 300)
+    layer: Any = cache.layers[0]
+    layer.lows[:], layer.highs[:] = -1, 1
+    seen = layer.visible(Rows.at([299], [1]), torch.ones(1, 1, 4, 8, dtype=torch.float64))
+    assert seen[0, :, 0].nonzero()[:, 1].tolist() == [*range(48), *range(288, 300)] * 2
 
 
 def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None:

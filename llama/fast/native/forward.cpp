@@ -39,7 +39,7 @@ enum Kind : Int {
     GROUPED,     // groups of positions in few bits, see groups.h, and some positions in full precision
     PAGED,       // blocks of PAGE positions anywhere in a pool, and a table of each row's blocks
     COMPRESSED,  // some positions for every kv head, and a slot for every position behind them; a call feeds one per row
-    QUEST,       // a slot for every position; a call of one position per row reads some pages of them
+    QUEST,       // a slot for every position; a row of one token reads some pages of them
 };
 
 struct Model {
@@ -103,9 +103,9 @@ struct Forward {
     bool together;         // all threads compute one block of all tokens and share columns; else each its own
     bool apart;            // so few tokens that their keys are shared out; else, of one block, rows are
     Int blocks, block_rows;
-    bool chooses;          // some token reads not all pages
+    bool chooses;          // some row of one token reads not all pages
     Int chunks;  // of keys, for the longest text
-    Int most_pages;  // of the longest text, if tokens choose
+    Int most_pages;  // of the longest text that is fed one token, if rows choose
     // In the workspace:
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
@@ -119,8 +119,8 @@ struct Forward {
     float *k, *v, *gate, *up;  // of a block's tokens
     char *rounded, *attention;     // each thread's
     float* parts;                  // of every token, chunk and head, if threads share the keys
-    float* bounds;                 // of every token, kv head and page, if tokens choose
-    std::int32_t* chosen;          // (tokens, kv_heads, batch.pages): the pages that are read, in ascending order
+    float* bounds;                 // of every row, kv head and page, if rows choose
+    std::int32_t* chosen;          // (rows, kv_heads, batch.pages): the pages that are read, in ascending order
     float* scaled_row;             // each thread's
     char* rooms;                   // each thread's
     Largest* found;                // each thread's, of every row, if tokens are chosen
@@ -139,11 +139,14 @@ struct Forward {
         blocks = together ? 1 : threads * ((tokens + threads * BLOCK - 1) / (threads * BLOCK));
         block_rows = together ? tokens : BLOCK;
         apart = together && tokens < 2 * threads;
-        Int longest = 0;
-        for (Int r = 0; r < batch.rows; r++) longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
-        chooses = batch.kind == QUEST && batch.width == 1 && longest > batch.pages * PAGE;
-        most_pages = chooses ? (longest + PAGE - 1) / PAGE : 0;
-        chunks = chunks_for(chooses ? batch.pages * PAGE : longest);
+        Int longest = 0, longest_step = 0;
+        for (Int r = 0; r < batch.rows; r++) {
+            longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
+            if (batch.lengths[r] == 1) longest_step = std::max(longest_step, batch.starts[r] + 1);
+        }
+        chooses = batch.kind == QUEST && longest_step > batch.pages * PAGE;
+        most_pages = chooses ? (longest_step + PAGE - 1) / PAGE : 0;
+        chunks = chunks_for(chooses && tokens == batch.rows ? batch.pages * PAGE : longest);
         chunks += batch.kind == COMPRESSED;  // the last chunk of a run may not be full
         Carver carver{batch.workspace};
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
@@ -175,8 +178,8 @@ struct Forward {
         room_bytes = product_of.room_for(std::max(queries, widest()), model.mapped);
         rooms = carver.take<char>(threads * room_bytes);
         parts = apart ? carver.take<float>(tokens * chunks * model.heads * part_size()) : nullptr;
-        bounds = carver.take<float>(tokens * model.kv_heads * most_pages);
-        chosen = carver.take<std::int32_t>(chooses ? tokens * model.kv_heads * batch.pages : 0);
+        bounds = carver.take<float>(batch.rows * model.kv_heads * most_pages);
+        chosen = carver.take<std::int32_t>(chooses ? batch.rows * model.kv_heads * batch.pages : 0);
         found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
         penalized_row = carver.take<float>(threads * penalized(batch.choice));
         workspace_size = carver.used;
@@ -481,8 +484,19 @@ struct Forward {
     // Attention for a block's tokens; the output overwrites the queries.
     void attend(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         if (chooses) choose_pages(cache, first, count, team, scratch);
-        if (batch.kind == COMPRESSED || chooses) return attend_by_head(cache, first, count, team, scratch);
-        if (apart) return attend_apart(cache, first, count, team, scratch);
+        for (Int t = first, end; t < first + count; t = end) {
+            for (end = t + 1; end < first + count && by_head(end) == by_head(t);) end++;
+            if (by_head(t)) attend_by_head(cache, t, end - t, team, scratch);
+            else if (apart) attend_apart(cache, t, end - t, team, scratch);
+            else attend_by_row(cache, t, end - t, team, scratch);
+        }
+    }
+
+    // Whether each kv head of a token reads other positions.
+    bool by_head(Int t) const { return batch.kind == COMPRESSED || (chooses && batch.lengths[row[t]] == 1); }
+
+    // Threads share the rows of a block, or the kv heads of each.
+    void attend_by_row(const LayerCache& cache, Int first, Int count, const Team& team, char* scratch) const {
         Int task = 0;
         for (Int t = first; t < first + count;) {
             Int end = t;  // the end of the tokens of one row that read its keys together
@@ -598,6 +612,7 @@ struct Forward {
         const Int d = model.head_dim;
         Look it(*this, scratch);
         for (Int t = first; t < first + count; t++) {
+            if (!by_head(t)) continue;
             const Int older = position[t] / PAGE, begin = older * team.rank / team.size;
             const Int pages = older * (team.rank + 1) / team.size - begin;
             for (Int head = 0; head < model.heads; head += rep) {
@@ -611,6 +626,7 @@ struct Forward {
         team.wait();
         for (Int i = team.rank; i < count * model.kv_heads; i += team.size) {
             const Int t = first + i / model.kv_heads, place = place_of_choice(t, i % model.kv_heads * rep);
+            if (!by_head(t)) continue;
             std::int32_t* to = chosen + place * batch.pages;
             const Int older = position[t] / PAGE, others = chosen_pages(t) - 1;
             write_places_of_largest(bounds + place * most_pages, older, others, it.sorted, to);
@@ -620,7 +636,7 @@ struct Forward {
     }
 
     Int place_of_page(Int row, Int page) const { return (row * ((batch.slots + PAGE - 1) / PAGE) + page) * kv; }
-    Int place_of_choice(Int t, Int head) const { return t * model.kv_heads + head / rep; }
+    Int place_of_choice(Int t, Int head) const { return row[t] * model.kv_heads + head / rep; }
     Int chosen_pages(Int t) const { return std::min(batch.pages, position[t] / PAGE + 1); }
     Int chosen_keys(Int t) const { return (chosen_pages(t) - 1) * PAGE + position[t] % PAGE + 1; }
 
@@ -648,7 +664,7 @@ struct Forward {
         float *wide, *own, *keys;  // with groups in the cache: the queries in float32, and memory to read a group
         std::uint8_t* codes;
         float* sums_of_keys;  // else: of LANES keys and all queries
-        T* split;             // if tokens choose pages: the queries of a kv head by sign, and memory for their bounds
+        T* split;             // if rows choose pages: the queries of a kv head by sign, and memory for their bounds
         float *bounds, *sorted;
 
         Look(const Forward& f, char* scratch) {

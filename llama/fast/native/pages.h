@@ -1,7 +1,7 @@
 // Pages of keys, and the choice of those that a query reads, as kv_cache/quest.py defines them.
 //
 // A page has the smallest and the largest number of each channel of its keys. They bound the score of a query with any
-// of these keys. Between equal bounds the earlier page is chosen, and `topk` may choose another.
+// of these keys. Between equal bounds the earlier page is chosen.
 
 #pragma once
 
