@@ -22,8 +22,8 @@ class RandomCache(ScoredCache, kind="random"):
     """Keep random keys: the control that a method has to beat."""
 
     def score(self, attended: Attended) -> Tensor:
-        stream, size = torch.Generator().manual_seed(self.layer), (attended.keys.shape[2], attended.keys.shape[1])
-        return torch.rand(size, generator=stream, device="cpu").to(attended.keys.device)
+        stream, size = torch.Generator("cpu").manual_seed(self.layer), (attended.keys.shape[2], attended.keys.shape[1])
+        return torch.rand(size, generator=stream, dtype=torch.float32, device="cpu").to(attended.keys.device)
 
 
 class KnormCache(ScoredCache, kind="knorm"):
@@ -161,7 +161,7 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
         cos, sin = (
             table[start : start + self.future, 0].mean(0) for table in self.rope.up_to(start + self.future, like.device)
         )
-        turn = torch.zeros(len(cos), len(cos), device=like.device)
+        turn = torch.zeros(len(cos), len(cos), dtype=cos.dtype, device=like.device)
         even = torch.arange(0, len(cos), 2, device=like.device)
         turn[even, even] = turn[even + 1, even + 1] = cos[::2]
         turn[even + 1, even] = sin[1::2]

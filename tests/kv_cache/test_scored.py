@@ -486,6 +486,25 @@ def test_expected_attention_looks_512_positions_ahead_of_a_table_that_is_shorter
     torch.testing.assert_close(turn.T, torch.stack(each).mean(0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow), "meta"])
+@pytest.mark.parametrize("kind", [*KEPT, "duo-attention", "quest:16"])
+def test_the_default_dtype_and_device_of_a_program_change_nothing(kind: str, default: torch.dtype | str) -> None:
+    model, tokens, expected = prompted(kind, 300, sizes={"dtype": torch.float32, "n_layers": 1})
+    cache, dtype = model.new_cache(kind), torch.get_default_dtype()
+    torch.set_default_device(default) if isinstance(default, str) else torch.set_default_dtype(default)
+    try:
+        with torch.inference_mode():
+            model(tokens[:, :300], 0, cache=cache)
+            made = model(tokens[:, 300:301], 300, cache=cache)
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+    with torch.inference_mode():
+        assert torch.equal(made, model(tokens[:, 300:301], 300, cache=expected))
+    for one, other in zip(expected.state(), cache.state(), strict=True):
+        assert all(torch.equal(held, other[name]) for name, held in one.items())
+
+
 # ---- Quest -----------------------------------------------------------------------------------------------------------
 
 
