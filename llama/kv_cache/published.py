@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.kv_cache.attended import Attended
-from llama.kv_cache.scored import ScoredCache
+from llama.kv_cache.scored import SINKS, ScoredCache
 from llama.untrusted.files import read_regular
 from llama.untrusted.json_object import parse_json
-
-SINKS = 4
 
 
 class RandomCache(ScoredCache, kind="random"):
@@ -52,7 +50,9 @@ class KeyDiffCache(ScoredCache, kind="keydiff"):
 class LagKVCache(ScoredCache, kind="lagkv"):
     """Keep, of each 128 tokens, those whose keys and values vary most relative to the range of the next 128.
 
-    The first 4 tokens and the last 128 to 255 stay. A prompt without two such groups keeps its last tokens.
+    The first 4 tokens and the last 128 to 255 stay. A prompt without two such groups keeps its last tokens. If the
+    budget is smaller, the newest token stays, then the first ones, then the last ones: the authors' code
+    (https://github.com/AI-Lab-China-Merchants-Bank/LagKV) drops none of these, and no token of a short prompt.
     Source: Liang et al., LagKV, https://arxiv.org/abs/2504.04704.
     """
 
@@ -62,34 +62,41 @@ class LagKVCache(ScoredCache, kind="lagkv"):
         _, kv_len, heads, _ = attended.keys.shape
         groups = (kv_len - SINKS) // self.lag
         scores = torch.ones(heads, kv_len, dtype=attended.keys.dtype, device=attended.keys.device)
-        if groups < 2:
-            scores[:, SINKS:] = torch.arange(max(kv_len - SINKS, 0), device=scores.device) / kv_len
-            return scores
-        varying = scores.new_zeros(())
+        if groups >= 2:
+            scores[:, SINKS : SINKS + (groups - 1) * self.lag] = self._ranks(attended, groups)
+        scores[:, :SINKS] = torch.arange(SINKS + 1, 1, -1, device=scores.device)[:kv_len]
+        scores[:, -1] = torch.inf
+        return scores
+
+    def _ranks(self, attended: Attended, groups: int) -> Tensor:
+        """Return the rank of each key of all groups except the last, from 0 to below 1, (n_kv_heads, keys)."""
+        varying = torch.zeros((), dtype=attended.keys.dtype, device=attended.keys.device)
         for held in (attended.keys, attended.values):
             grouped = held[0, SINKS : SINKS + groups * self.lag].transpose(0, 1)  # (n_kv_heads, groups x lag, head_dim)
             grouped = torch.unflatten(grouped, 1, (groups, self.lag))
             low, high = grouped.amin(2, keepdim=True)[:, 1:], grouped.amax(2, keepdim=True)[:, 1:]
             varying = varying + ((grouped[:, :-1] - low) / (high - low)).std(-1).softmax(-1)
-        ranks = varying.argsort(-1).argsort(-1) / self.lag  # (n_kv_heads, groups - 1, lag)
-        scores[:, SINKS : SINKS + (groups - 1) * self.lag] = ranks.flatten(1)
-        return scores
+        ranks = varying.argsort(dim=-1, stable=True).argsort(dim=-1)  # (n_kv_heads, groups - 1, lag)
+        return ranks.flatten(1).to(varying.dtype) / self.lag
 
 
 class SnapKVCache(ScoredCache, kind="snapkv"):
     """Keep the keys with the most attention of the prompt's last 64 queries, smoothed over 5 positions.
 
-    The last 64 tokens stay. Source: Li et al., SnapKV, https://arxiv.org/abs/2404.14469.
+    The last 64 tokens stay. A mean budget below 74 has a shorter window, of queries and of tokens that stay, which
+    leaves 10 keys or half of the budget to the scores. The window is a parameter of the authors' code, which requires
+    a larger budget (https://github.com/FasterDecoding/SnapKV). Source: Li et al., https://arxiv.org/abs/2404.14469.
     """
 
-    whole_prompt = True  # a last call with fewer than 64 queries has a shorter window
+    whole_prompt = True  # a last call with fewer queries than the window has a shorter one
     window: ClassVar[int] = 64
     kernel: ClassVar[int] = 5
 
     def score(self, attended: Attended) -> Tensor:
-        window = min(self.window, attended.rows.width)
+        mean = ScoredCache.budget(self, attended.rows.end)  # of all layers
+        window = min(self.window, max(mean // 2, mean - 2 * self.kernel, 1), attended.rows.width)
         received = attended.attention(window).mean(1)[:, :-window]  # (n_heads, kv_len - window)
-        if received.shape[1]:
+        if mean - window >= self.kernel:  # with fewer places, neighbours of the best key would be kept instead of it
             received = F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
         scores = by_kv_head(received, attended)
         return F.pad(scores, (0, window), value=torch.inf)
@@ -119,22 +126,24 @@ class PyramidKVCache(SnapKVCache, kind="pyramidkv"):
 class AdaKVCache(SnapKVCache, kind="adakv"):
     """Keep by SnapKV's scores, compared across the heads of a layer: heads differ in how many keys they keep.
 
-    A fifth of the budget is each head's own. Source: Feng et al., Ada-KV, https://arxiv.org/abs/2407.11550.
+    Each head keeps its own window of the newest tokens, and at least a fifth of the budget.
+    Source: Feng et al., Ada-KV, https://arxiv.org/abs/2407.11550.
     """
 
     own: ClassVar[float] = 0.2
 
     def choose(self, scores: Tensor, budget: int) -> Tensor:
-        best = scores.topk(int(budget * self.own)).indices
-        scores = scores.scatter(1, best, torch.inf)
-        return super().choose(scores.reshape(1, -1), budget * len(scores)).view_as(scores)
+        heads, kv_len = scores.shape
+        scores = scores.masked_fill(super().choose(scores, int(budget * self.own)), torch.inf)
+        every = scores.T.reshape(1, -1)  # of equal scores the newer one is kept, in whichever head
+        return super().choose(every, budget * heads).view(kv_len, heads).T
 
 
 class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
     """Keep the keys that the next 512 queries are expected to attend to, weighted by the norm of their values.
 
     Queries before RoPE are taken as normally distributed, with the mean and the covariance of the prompt's. The first
-    4 tokens stay. Source: Devoto et al., Expected Attention, https://arxiv.org/abs/2510.00636.
+    4 tokens stay, or fewer: half of a budget below 8. Source: Devoto et al., Expected Attention, https://arxiv.org/abs/2510.00636.
     """
 
     whole_prompt = True
@@ -142,11 +151,11 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
 
     def score(self, attended: Attended) -> Tensor:
         wide = torch.promote_types(attended.keys.dtype, torch.float32)
-        keys, values = (held[0, SINKS:].transpose(0, 1).to(wide) for held in (attended.keys, attended.values))
+        sinks, start = min(SINKS, self.budget(attended.rows.end) // 2), attended.rows.starts[0]
+        keys, values = (held[0, sinks:].transpose(0, 1).to(wide) for held in (attended.keys, attended.values))
         heads, _, width = keys.shape
-        if attended.rows.width <= SINKS:
-            return torch.ones(heads, attended.keys.shape[1], device=keys.device)
-        queries = torch.unflatten(attended.queries_before_rope()[0, SINKS:].transpose(0, 1).to(wide), 0, (heads, -1))
+        queries = attended.queries_before_rope()[0, max(sinks - start, 0) :].transpose(0, 1).to(wide)
+        queries = torch.unflatten(queries, 0, (heads, -1))
         mean = queries.mean(2, keepdim=True)  # (n_kv_heads, shared, 1, head_dim)
         apart = queries - mean
         covariance = apart.mT @ apart / apart.shape[2]
@@ -154,7 +163,7 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
         mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
         each = keys[:, None]  # (n_kv_heads, 1, kv_len, head_dim)
         scores = (each @ mean.mT)[..., 0] / width**0.5 + ((each @ covariance) * each).sum(-1) / width / 2
-        return F.pad(scores.softmax(-1).mean(1) * torch.linalg.vector_norm(values, dim=-1), (SINKS, 0), value=torch.inf)
+        return F.pad(scores.softmax(-1).mean(1) * torch.linalg.vector_norm(values, dim=-1), (sinks, 0), value=torch.inf)
 
     def _mean_rotation(self, start: int, like: Tensor) -> Tensor:
         """Return the mean of RoPE's rotations at the `future` positions from `start`, (head_dim, head_dim)."""
@@ -243,7 +252,7 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
         return full * prompt + (self.args.n_kv_heads - full) * short
 
     def _full(self) -> int:
-        return self.budget(self.args.n_kv_heads) if self.heads is None else len(self.heads)
+        return self.part_of(self.args.n_kv_heads, least=1) if self.heads is None else len(self.heads)
 
 
 def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:

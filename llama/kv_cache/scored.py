@@ -19,15 +19,17 @@ from llama.rope import RopeTable
 from llama.rows import Rows
 
 GROWTH = 64  # positions: memory for the tokens behind a prompt grows by so many
+SINKS = 4  # the first tokens of a text, which receive much attention whatever they are
 _FLAT = ("kept_keys", "kept_values", "kept_positions", "kept_scores")
 
 
 class ScoredCache(CountingCache):
     """`NAME:SHARE` keeps this share of a prompt, up to 1, in each KV head; `NAME:COUNT` keeps so many positions.
 
-    A share is rounded down, to at least one position. A prompt is compressed once, when it ends
-    (`rows.prompt_ends`): its queries still see all of it, later tokens see the positions that are kept, and these
-    tokens are all stored. A subclass defines `score`; it may override `budget`, `choose` and these attributes:
+    A share is rounded down, to at least 4 positions: with fewer, a short prompt loses its first token, which receives
+    most of the attention, or its newest. A prompt is compressed once, when it ends (`rows.prompt_ends`): its queries
+    still see all of it, later tokens see the positions that are kept, and these tokens are all stored. A subclass
+    defines `score`; it may override `budget`, `choose` and these attributes:
 
         default: the parameters of NAME alone.
         every_step: compress after every call. A share is then that of the prompt, also while the text grows.
@@ -85,16 +87,24 @@ class ScoredCache(CountingCache):
 
     def budget(self, positions: int) -> int:
         """Return how many of a text's `positions` each KV head keeps, on average."""
-        return min(positions, self.count if self.share is None else max(1, int(self.share * positions)))
+        return self.part_of(positions, least=SINKS)
+
+    def part_of(self, whole: int, least: int) -> int:
+        """Return the count of the parameters, or their share of `whole`, from `least` on; at most `whole`."""
+        return min(whole, self.count if self.share is None else max(least, int(self.share * whole)))
 
     def choose(self, scores: Tensor, budget: int) -> Tensor:
-        """Return the keys to keep, bool as `scores`, (n_kv_heads, kv_len): the `budget` highest ones of each head."""
-        best = scores.topk(min(budget, scores.shape[1])).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+        """Return the keys to keep, bool as `scores`, (n_kv_heads, kv_len): the `budget` highest ones of each head.
+
+        Of keys with equal scores the newer ones are kept.
+        """
+        best = scores.flip(1).sort(descending=True, stable=True).indices[:, :budget]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True).flip(1)
 
     def kept_of(self, prompt: int, end: int) -> int:
         """Return the number of keys that this layer keeps of a row with this prompt and this end."""
-        return self.args.n_kv_heads * self.budget(end if self.every_step and self.share is None else prompt)
+        grown = end if self.share is None else min(end, max(prompt, SINKS))
+        return self.args.n_kv_heads * self.budget(grown if self.every_step else prompt)
 
     def keeps_its_budget(self, prompts: Sequence[int]) -> bool:
         """Return True if each row, with a prompt of so many tokens, keeps what its budget says, in order."""
@@ -307,7 +317,7 @@ class ScoredCache(CountingCache):
             scores = scores + F.pad(old, (0, len(columns) - old.shape[1]))[:, columns]
         before = sum(self._counts[row])
         steady = self.every_step and self.share is not None and before > 0 and attended.rows.width == 1
-        budget = before // heads if steady else self.budget(self._ends[row])
+        budget = max(before // heads, SINKS) if steady else self.budget(self._ends[row])
         kept = self.choose(scores.masked_fill(~present, -torch.inf), budget) & present
         keys, values = (held[0].transpose(0, 1)[kept] for held in (attended.keys, attended.values))
         made = {"kept_keys": keys, "kept_values": values, "kept_positions": positions[kept].int()}

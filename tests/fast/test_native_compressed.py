@@ -18,7 +18,7 @@ from llama.rows import Rows
 
 pytestmark = needs_a_compiler
 TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
-LENGTHS = [100, 70, 91]
+LENGTHS = [100, 70, 95]
 KINDS = ("snapkv:0.25", "adakv:0.25", "duo-attention:0.5", "knorm:7")
 
 
@@ -179,11 +179,11 @@ def test_calls_that_are_no_steps_run_on_the_plain_path_and_later_steps_do_not(
             ends = Rows.at(LENGTHS, [1] * 3, prompt_ends=True)
             made.append(model(TOKENS[:, 100:101], ends, cache=cache))
         else:
-            made.append(model(TOKENS[:, 100:101], Rows.at([0, 70, 91], [1] * 3), cache=cache))
+            made.append(model(TOKENS[:, 100:101], Rows.at([0, *LENGTHS[1:]], [1] * 3), cache=cache))
     assert torch.equal(*made)
     assert served(fast) == before
     assert "kv_cache='adakv:0.25' observes the attention of a prompt, and only the steps after" in caplog.text
-    starts = {"chunks": [107, 77, 98], "a prompt of one token": [101, 71, 92], "rows that begin again": [1, 71, 92]}
+    starts = {"chunks": [107, 77, 102], "a prompt of one token": [101, 71, 96], "rows that begin again": [1, 71, 96]}
     theirs, ours = (
         model(TOKENS[:, 110:111], starts[calls], cache=cache)
         for model, cache in zip((plain, fast), caches, strict=True)
@@ -204,7 +204,7 @@ def test_a_bad_start_raises_the_error_of_the_plain_path() -> None:
     plain, fast = twins("fp32", ARGS)
     caches, said = [prompted(model, "snapkv:0.25") for model in (plain, fast)], []
     for model, cache in zip((plain, fast), caches, strict=True):
-        for starts in ([101, 70, 91], [99, 70, 91]):
+        for starts in ([101, *LENGTHS[1:]], [99, *LENGTHS[1:]]):
             with pytest.raises(ValueError, match=r"gap|was compressed at position 100") as refused:
                 model(TOKENS[:, :1], starts, cache=cache)
             said.append(str(refused.value))

@@ -1,5 +1,6 @@
 """Kinds that keep the keys with the highest scores: what is dropped is gone, and what stays is what the method says."""
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ import torch
 from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
+from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
 from llama.kv_cache.published import ExpectedAttentionCache, KnormCache, TovaCache
 from llama.model import Transformer
 from llama.ops import attention_weights
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
+from llama.streaming import encode_prompt
 
 KEPT = ("random", "knorm", "keydiff", "lagkv", "snapkv", "pyramidkv", "adakv", "expected-attention", "tova", "h2o")
 
@@ -58,9 +61,12 @@ def kept(layer: KVCache) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("params", "positions", "wanted"),
-    [("", 100, 50), ("0.29", 100, 29), ("0.5", 75, 37), ("0.01", 40, 1), ("1", 40, 40), ("12", 100, 12), ("12", 8, 8)],
+    [
+        *[("", 100, 50), ("0.29", 100, 29), ("0.5", 75, 37), ("0.01", 40, 4), ("0.01", 3, 3), ("1", 40, 40)],
+        *[("12", 100, 12), ("12", 8, 8), ("2", 100, 2)],
+    ],
 )
-def test_a_share_is_rounded_down_once_to_at_least_a_key_and_a_count_is_for_each_head(
+def test_a_share_is_rounded_down_once_to_at_least_four_keys_and_a_count_is_for_each_head(
     params: str, positions: int, wanted: int
 ) -> None:
     cache = KVCache.of(tiny_args(kv_cache=f"knorm:{params}" if params else "knorm", max_seq_len=128))
@@ -119,6 +125,107 @@ def test_lagkv_drops_keys_of_the_first_of_two_groups_and_without_two_all_but_the
                 assert head[4:-128] != [*range(114, 132)]
             else:
                 assert head[4:] == [*range(259 - 146, 259)]
+
+
+PROMPTS = (1, 2, 5, 20, 135)
+
+
+def favourite(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tensor:
+    """Let every query attend to the first token, as trained models do."""
+    return scores + 20 * (keys == 0)
+
+
+@pytest.mark.parametrize("kind", ["snapkv", "pyramidkv", "adakv", "lagkv", "tova", "h2o"])
+def test_any_budget_keeps_the_newest_token_and_then_the_first_one_in_every_head(kind: str) -> None:
+    model, tokens = tiny_model(max_seq_len=512), some_tokens(len(PROMPTS), max(PROMPTS))
+    model.use(model.ops._replace(score_mod=favourite))
+    for params in ("0.5", "0.01", "2", "65"):
+        cache = model.new_cache(f"{kind}:{params}")
+        with torch.inference_mode():
+            model(tokens, Rows.at([0] * len(PROMPTS), PROMPTS, prompt_ends=True), cache=cache)
+        for layer in cache.layers:
+            assert isinstance(layer, ScoredCache)
+            assert layer.keeps_its_budget(PROMPTS), params
+            for length, heads in zip(PROMPTS, kept(layer), strict=True):
+                assert all(head[-1] == length - 1 for head in heads), (params, length)
+                if layer.budget(length) == ScoredCache.budget(layer, length):  # not a layer of a pyramid
+                    assert all(head[0] == 0 for head in heads), (params, length)
+
+
+@pytest.mark.parametrize("length", [100, 300, 600])
+@pytest.mark.parametrize("budget", [2, 4, 5, 75])
+def test_lagkv_keeps_the_newest_token_then_the_first_ones_then_the_last_ones(length: int, budget: int) -> None:
+    _, _, cache = prompted(f"lagkv:{budget}", length, sizes={"max_seq_len": 1024})
+    wanted = [*range(min(budget - 1, 4)), *range(length - max(budget - 4, 1), length)]
+    assert all(head == wanted for layer in cache.layers for head in kept(layer)[0])
+
+
+@pytest.mark.parametrize("kind", ["snapkv", "adakv", "pyramidkv"])
+@pytest.mark.parametrize(
+    ("budget", "window"), [(2, 1), (3, 1), (9, 4), (20, 10), (21, 11), (64, 54), (73, 63), (74, 64), (140, 64)]
+)
+def test_the_window_of_snapkv_leaves_half_of_a_small_budget_or_ten_keys_to_the_scores(
+    kind: str, budget: int, window: int
+) -> None:
+    model = tiny_model(max_seq_len=512)
+    model.use(model.ops._replace(score_mod=lambda scores, queries, keys, layer: scores - 20 * (keys >= 60)))
+    cache = model.new_cache(f"{kind}:{budget}")
+    with torch.inference_mode():
+        model(some_tokens(1, 300), 0, cache=cache)
+    for head in kept(cache.layers[0])[0]:
+        assert [position for position in head if position >= 60][-window:] == [*range(300 - window, 300)]
+        assert sum(position >= 60 for position in head) == window + max(budget - window - 60, 0) or kind == "adakv"
+
+
+@pytest.mark.parametrize(("budget", "sinks"), [(2, 1), (3, 1), (7, 3), (8, 4), (20, 4)])
+def test_expected_attention_leaves_half_of_a_small_budget_to_the_scores(budget: int, sinks: int) -> None:
+    for start in (0, 57, 60):  # of the last call
+        model, tokens, _ = prompted("static", 1)
+        cache = model.new_cache(f"expected-attention:{budget}")
+        with torch.inference_mode():
+            if start:
+                model(tokens[:, :start], Rows.at([0], [start], prompt_ends=False), cache=cache)
+            model(tokens[:, start:61], Rows.at([start], [61 - start], prompt_ends=True), cache=cache)
+        for layer in cache.layers:
+            assert all(head[:sinks] == [*range(sinks)] and len(head) == budget for head in kept(layer)[0])
+
+
+def test_of_equal_scores_the_newest_are_kept() -> None:
+    for kind in ("knorm", "adakv"):
+        cache = KVCache.of(tiny_args(kv_cache=kind))
+        assert isinstance(cache, ScoredCache)
+        assert cache.choose(torch.zeros(2, 5000), 2000).nonzero()[:, 1].tolist() == [*range(3000, 5000)] * 2
+
+
+@functools.cache
+def demo_and_text() -> tuple[Transformer, Tensor]:
+    """Return the demo model, and three texts, (3, 304)."""
+    model, tokenizer = load("demo", device="cpu", dtype="fp32")
+    text = (Path(__file__).parents[2] / "llama/bench/texts/persuasion.txt").read_text(encoding="utf-8")
+    return model, torch.tensor([encode_prompt(tokenizer, text[begin:])[:304] for begin in (0, 15_000, 45_000)])
+
+
+@functools.cache
+@torch.inference_mode()
+def divergence(kind: str, length: int) -> float:
+    """Return the mean KL divergence from `static`, in nats, of 4 tokens behind prompts of this length."""
+    model, tokens = demo_and_text()
+    made = []
+    for cache in (model.new_cache(kind), model.new_cache("static")):
+        model(tokens[:, :length], Rows.at([0] * 3, [length] * 3, prompt_ends=True), cache=cache, logits="last")
+        steps = [model(tokens[:, at : at + 1], at, cache=cache) for at in range(length, length + 4)]
+        made.append(torch.cat(steps, dim=1).log_softmax(-1))
+    return float((made[1].exp() * (made[1] - made[0])).sum(-1).mean())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("share", "length"), [("0.5", length) for length in (6, 20, 66, 100, 130, 150)] + [("0.25", 300)]
+)
+def test_every_method_keeps_better_keys_of_a_prompt_of_any_length_than_random_ones(share: str, length: int) -> None:
+    random = divergence(f"random:{share}", length)
+    found = {kind: divergence(f"{kind}:{share}", length) for kind in KEPT if kind not in ("random", "knorm")}
+    assert {kind: value for kind, value in found.items() if value >= random} == {}
 
 
 def test_keys_that_are_dropped_take_no_bytes_and_new_tokens_are_stored_in_steps_of_64() -> None:
@@ -344,11 +451,17 @@ def test_a_kind_that_drops_at_every_step_stores_its_budget_and_no_more(kind: str
     )
 
 
-def test_a_share_is_that_of_the_prompt_while_the_text_grows() -> None:
-    model, tokens, cache = prompted("tova:0.5", 1, sizes={"n_kv_heads": 1})
+@pytest.mark.parametrize(("prompt", "most"), [(1, 4), (3, 4), (9, 4), (13, 6)])
+def test_a_share_is_that_of_the_prompt_from_four_keys_on_while_the_text_grows(prompt: int, most: int) -> None:
+    model, tokens, cache = prompted("tova:0.5", prompt)
     with torch.inference_mode():
-        for at in range(1, 6):
-            assert all(kept(layer) == [[[at - 1]]] for layer in cache.layers)
+        for at in range(prompt, prompt + 8):
+            for layer in cache.layers:
+                assert isinstance(layer, ScoredCache)
+                assert [len(head) for head in kept(layer)[0]] == [min(at, most)] * 2
+                assert layer.keeps_its_budget([prompt])
+                sizes = {"prompts": [prompt], "ends": [at], "reserved": (0, 0), "itemsize": 8}
+                assert layer.nbytes == layer.predicted_bytes(**sizes)
             model(tokens[:, at : at + 1], at, cache=cache)
 
 
