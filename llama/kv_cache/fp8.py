@@ -10,11 +10,11 @@ from llama.kv_cache.static import StaticCache
 from llama.rope import RopeTable
 from llama.rows import Rows
 
-NUMBERS, SCALES = torch.float8_e4m3fn, torch.float16
+NUMBERS, SCALES = torch.float8_e4m3fn, torch.bfloat16  # scales have the range of float32
 
 
 class Fp8Cache(StaticCache, kind="fp8"):
-    """Keys and values in e4m3: 8 bits, 3 of them mantissa. Each token has a scale for each KV head, in float16.
+    """Keys and values in e4m3: 8 bits, 3 of them mantissa. Each token has a scale for each KV head, in bfloat16.
 
     A query reads its own key and value in 8 bits, too, so results do not depend on how a text is cut into chunks.
     Source of the format: Micikevicius et al., FP8 Formats for Deep Learning, https://arxiv.org/abs/2209.05433.
@@ -49,8 +49,9 @@ class Fp8Cache(StaticCache, kind="fp8"):
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         for side, x in (("key", xk), ("value", xv)):
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            scale = (wide.abs().amax(-1, keepdim=True) / torch.finfo(NUMBERS).max).to(SCALES)
-            scale = scale.clamp(min=torch.finfo(SCALES).tiny)
+            scale = (wide.abs().amax(-1, keepdim=True) / torch.finfo(NUMBERS).max).float()
+            scale = (scale.view(torch.int32) & -1 << 16).view(torch.float32).to(SCALES)  # down: no number may overflow
+            scale = scale.clamp(min=max(torch.finfo(one).tiny for one in (x.dtype, SCALES)))
             numbers = (wide / scale.to(wide.dtype)).to(NUMBERS).view(torch.uint8)
             for row, start in enumerate(rows.starts):
                 written = slice(start, start + rows.width)

@@ -21,7 +21,7 @@ from llama.rows import Rows
 
 # GROUP numbers of a token's values share a scale, and as many tokens per channel of the keys (docs/log.md).
 GROUP = 32
-SCALES = torch.float16  # the dtype of scales and zeros
+SCALES, ZEROS = torch.int16, torch.float16  # the dtypes in which they are stored; see `short_scales`
 FEWEST_BITS, MOST_BITS = 2, 8
 # Rotated values are almost normally distributed. Four levels have the least square error over 0.64 of the range of 64
 # such numbers; a wider range loses less of the large ones (docs/log.md).
@@ -33,8 +33,8 @@ class QuantizedCache(CountingCache):
     """Groups of `group` positions in few bits; the newest `window` and the first `sinks` are in full precision.
 
     A call reads its own keys and values in full precision, for example all of a prompt. A group is quantised when it is
-    full and `window` positions follow it. The number x is stored as code = round((x - zero) / scale). By row, group and
-    KV head:
+    full and `window` positions follow it. The number x is stored as code = round(x / scale - zero), and is read as
+    (code + zero) * scale, at most half a scale from x. By row, group and KV head:
 
         key_codes                   (rows, groups, n_kv_heads, head_dim, group x key_bits / 8) uint8, see `packed`
         key_scale, key_zero         (rows, groups, n_kv_heads, 1, head_dim): of each channel
@@ -101,7 +101,7 @@ class QuantizedCache(CountingCache):
         args = self.args
         codes = self.group * args.n_kv_heads * args.head_dim * (self.key_bits + self.value_bits) // 8
         scales = args.n_kv_heads * (args.head_dim + self.group * self.value_parts)
-        return codes + 2 * SCALES.itemsize * scales
+        return codes + (SCALES.itemsize + ZEROS.itemsize) * scales
 
     @property
     def slots(self) -> int | None:
@@ -177,7 +177,8 @@ class QuantizedCache(CountingCache):
         sizes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for side, bits, count, length, parts in sides:
             sizes[f"{side}_codes"] = ((rows, groups, heads, count, length * bits // 8), torch.uint8)
-            sizes |= {f"{side}_{part}": ((rows, groups, heads, parts, count), SCALES) for part in ("scale", "zero")}
+            sizes |= {f"{side}_scale": ((rows, groups, heads, parts, count), SCALES)}
+            sizes |= {f"{side}_zero": ((rows, groups, heads, parts, count), ZEROS)}
             sizes[f"{side}s"] = ((rows, self._full_slots, heads, width), like.dtype)
         return sizes
 
@@ -194,6 +195,7 @@ class QuantizedCache(CountingCache):
             else:
                 groups = dequantize(held[0], held[1], held[2], bits=self.value_bits, group=self.group)
                 groups = hadamard(groups) if self.rotates_values else groups
+            groups.clamp_(-_largest(new.dtype), _largest(new.dtype))  # half a step may be more than what is left
             whole[:, :quantized] = groups.transpose(2, 3).flatten(1, 2)  # (bsz, quantized, n_kv_heads, head_dim)
         for row, start in enumerate(starts):
             whole[row, : min(self.sinks, start)] = full_precision[row, : min(self.sinks, start)]
@@ -316,43 +318,60 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the packed codes, the scales and the zeros of x, (..., count, length).
 
-    Codes are (..., count, length x bits / 8). Scales and zeros, `parts` for each row of x, are (..., parts, count).
+    Codes are (..., count, length x bits / 8). Scales and zeros, `parts` for each row of x, are (..., parts, count):
+    scales as `short_scales` returns them, and zeros in scales, so that both serve every range that a float32 has.
     With a `share` below 1, codes cover the middle share of the range, and scales are corrected by `_unbiased`.
     """
-    wide = _wide(x).reshape(*x.shape[:-1], parts, -1)
+    wide, most = _wide(x).reshape(*x.shape[:-1], parts, -1), 2**bits - 1
     low, high = wide.amin(-1), wide.amax(-1)  # (..., count, parts)
-    middle = (low + high) / 2
+    middle, half = high / 2 + low / 2, (high / 2 - low / 2) * share  # halves first: a sum could overflow
+    size = torch.maximum(high, -low)
+    # The zero is rounded by up to 2^-11 of it, and it is at most 2^15, in float16. The codes still reach both ends.
+    scale = torch.maximum(half / (most / 2), half / (most / 2 + 1 / 4) + size / (most / 2 + 1 / 4) * 2**-11)
+    scale = short_scales(torch.maximum(scale, size * 2**-15))
+    step, zero = _steps(scale, middle, most)
+    codes = (wide / step[..., None] - zero.to(wide.dtype)[..., None]).round().clamp(0, most)
     if share < 1:
-        half = (high - low) / 2 * share
-        low, high = middle - half, middle + half
-    zero = low.to(SCALES)
-    scale = ((high - low) / (2**bits - 1)).to(SCALES)
-    divisor = scale.to(wide.dtype).clamp(min=torch.finfo(SCALES).tiny)
-    steps = (wide - zero.to(wide.dtype)[..., None]) / divisor[..., None]
-    codes = steps.round().clamp(0, 2**bits - 1)
-    if share < 1:
-        scale, zero = _unbiased(wide, codes, middle, scale, zero)
+        scale = _unbiased(wide - middle[..., None], codes - most / 2, scale)
+        _, zero = _steps(scale, middle, most)
     return packed(codes.to(torch.uint8).flatten(-2), bits, group), scale.mT, zero.mT
 
 
-def _unbiased(x: Tensor, codes: Tensor, middle: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and zeros with which the numbers q of the codes have q . x = x . x around `middle`.
+def _steps(scale: Tensor, middle: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers to divide by, and the zeros with which codes from 0 to `most` are around `middle`."""
+    step = wide_scales(scale).to(middle.dtype)
+    step = step.where(step != 0, 1)  # 0: all numbers are 0, or below 2^-119
+    return step, (middle / step - most / 2).to(ZEROS)
+
+
+def _unbiased(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the scales with which codes x scale, q, have q . x = x . x; `scale` if all x are 0. Both are around 0.
 
     Clipped numbers are too small on average. Attention adds the values of many tokens: there errors of both signs
     cancel out, and one of the mean does not. Source: Vargaftik et al., EDEN, https://arxiv.org/abs/2108.08842.
     """
-    x = x - middle[..., None]
-    q = codes * scale.to(x.dtype)[..., None] + (zero.to(x.dtype) - middle)[..., None]
-    squares, products = (x * x).double().sum(-1), (x * q).double().sum(-1)
-    factor = torch.where(products > 0, squares / products, 1.0).to(x.dtype)
-    return (scale.to(x.dtype) * factor).to(SCALES), (middle + (zero.to(x.dtype) - middle) * factor).to(SCALES)
+    squares, products = (x.double() * x).sum(-1), (x.double() * codes).sum(-1)
+    return torch.where(products > 0, short_scales(squares / products), scale)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, *, bits: int, group: int = GROUP) -> Tensor:
     """Return the numbers of the codes that `quantize` returned, (..., count, length), in float32."""
     numbers = unpacked(codes, bits, group).float()
     numbers = numbers.reshape(*numbers.shape[:-1], scale.shape[-2], -1)
-    return (numbers * scale.float().mT[..., None] + zero.float().mT[..., None]).flatten(-2)
+    return ((numbers + zero.float().mT[..., None]) * wide_scales(scale).mT[..., None]).flatten(-2)
+
+
+def short_scales(scales: Tensor) -> Tensor:
+    """Return numbers from 0 on as they are stored, in int16: the bits 15 to 30 of their float32, rounded to nearest.
+
+    These are all of its exponent, and 8 bits of the mantissa. A scale needs no sign, and 1 bit more than bfloat16 has.
+    """
+    return (scales.float().view(torch.int32) + (1 << 14) >> 15).to(SCALES)
+
+
+def wide_scales(stored: Tensor) -> Tensor:
+    """Return the numbers that `short_scales` stored, in float32."""
+    return ((stored.int() & 0xFFFF) << 15).view(torch.float32)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -362,12 +381,12 @@ def hadamard(x: Tensor) -> Tensor:
     fixed order, which native code repeats.
     """
     size, step = x.shape[-1] & -x.shape[-1], 1
+    x = x * size**-0.5  # first: a sum could overflow
     while step < size:
         first, second = torch.unflatten(x, -1, (-1, 2, step)).unbind(-2)
         x = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         step *= 2
-    rotated: Tensor = x * size**-0.5
-    return rotated
+    return x
 
 
 def packed(codes: Tensor, bits: int, group: int) -> Tensor:
@@ -407,6 +426,11 @@ def _planes(bits: int) -> list[tuple[int, int]]:
 def _run(length: int, group: int) -> int:
     """Return the number of codes in a run."""
     return next((run for run in (group, GROUP) if length % run == 0), length)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """Return the largest number of the dtype that float32 has, too."""
+    return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def poison(cache: KVCache, ends: list[int]) -> None:
                 free[row, : cache.written(name, end)] = False
             else:
                 free[row, written(cache, name, end)] = False
-        buffer[free] = torch.nan if buffer.is_floating_point() else 255
+        buffer[free] = torch.nan if buffer.is_floating_point() else 255 if buffer.dtype == torch.uint8 else -1
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
@@ -298,7 +298,7 @@ def test_memory_that_was_never_written_is_never_read(kv_cache: str, kind: str) -
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 @pytest.mark.parametrize("kv_cache", GROUPED)
-@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1.0, 3e4, 1e30])
 def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: float) -> None:
     """Compare the rule itself, on numbers in the window, which is stored unquantised."""
     _, fast = pair(kv_cache, kind)
@@ -315,7 +315,7 @@ def test_groups_have_the_bits_of_the_plain_rule(kv_cache: str, kind: str, size: 
                 newest = size * torch.randn(buffer[:, slots].shape, generator=drawn)
                 newest[0] = newest[0, 0]  # one number alone has no range
                 newest[1] = newest[1].sign() * size  # the two ends of a range
-                newest[2, 3] = 70000.0 if size > 1 else 0.5  # past float16
+                newest[2, 3] = (-2.0 if size > 1 else 0.5) * (size or 1)  # past float16, or a large one
                 buffer[:, slots] = newest.to(buffer.dtype)
                 expected.append(buffer[:, slots[:-1]].clone())
         fast(TOKENS[:, end - 1 : end], end - 1)
@@ -561,5 +561,22 @@ def test_older_cpus_read_and_make_the_same_groups(kv_cache: str, flags: tuple[st
     with compiled_with(*flags):
         for kind in ("fp32", "bf16"):
             test_steps_and_chunks_over_groups_are_the_plain_ones(kv_cache, kind)
-        for size in (1e-6, 1.0, 3e4):
+        for size in (1e-30, 1.0, 1e30):
             test_groups_have_the_bits_of_the_plain_rule(kv_cache, "fp32", size)
+
+
+@pytest.mark.parametrize("kv_cache", GROUPED)
+def test_small_values_and_the_output_matrix_that_widens_them_give_the_same_logits(kv_cache: str) -> None:
+    """The powers of two are exact. Below 2^-14 of 1, numbers of float16 have fewer bits."""
+    for model in pair(kv_cache):
+        found = []
+        for power in (0, -20, -40, 60):
+            for layer in model.layers:
+                with torch.no_grad():
+                    layer.attention.wv.weight *= 2.0**power
+                    layer.attention.wo.weight *= 2.0**-power
+            cache = model.new_cache()
+            with torch.inference_mode():
+                model(TOKENS[:, :130], cache=cache)
+                found.append(model(TOKENS[:, 130:132], 130, cache=cache))
+        assert all(torch.equal(bits(one), bits(found[0])) for one in found)

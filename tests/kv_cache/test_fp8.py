@@ -18,13 +18,14 @@ def nearest(x: float) -> float:
     return max(min(round(x / step) * step, 448.0), -448.0)
 
 
-@pytest.mark.parametrize("size", [1e-3, 1.0, 500.0])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 500.0, 1e37])
 def test_numbers_are_the_nearest_of_8_bits(size: float) -> None:
     keys = size * torch.randn(2, 5, 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     cache, values = KVCache.of(ARGS), keys.flip(1)
     for given, made in zip((keys, values), write(cache, 0, keys, values), strict=True):
         for numbers, rounded in zip(given.flatten(0, 2), made.flatten(0, 2), strict=True):
-            scale = max(float((numbers.abs().max() / 448).half()), 2.0**-14)
+            mantissa, exponent = math.frexp(float(numbers.abs().max() / 448))
+            scale = math.ldexp(math.floor(mantissa * 2**8), exponent - 8)
             expected = torch.tensor([nearest(x / scale) * scale for x in numbers.tolist()]).double()
             torch.testing.assert_close(rounded, expected, rtol=1e-6, atol=0)
             assert ((rounded - numbers).abs() <= numbers.abs() / 16 + scale * 2.0**-10).all()

@@ -1,7 +1,7 @@
 // Groups of positions in 2 to 8 bits, as kv_cache/quantized.py defines them: attention to them, and quantisation.
 //
 // A group of one KV head is head_dim x tokens codes of keys, each channel with a scale and a zero, and tokens x head_dim
-// codes of values, every part of a token with a scale and a zero. A number is code * scale + zero.
+// codes of values, every part of a token with a scale and a zero. A number is (code + zero) * scale.
 
 #pragma once
 
@@ -39,7 +39,8 @@ struct Groups {
 // One side of a layer's cache, keys or values: (rows, groups, kv_heads, ...).
 struct Quantized {
     std::uint8_t* codes;  // (head_dim, tokens * bits / 8) of keys, (tokens, head_dim * bits / 8) of values
-    half *scale, *zero;   // (head_dim,) of keys, (parts, tokens) of values
+    short_scale* scale;   // (head_dim,) of keys, (parts, tokens) of values
+    half* zero;           // as many
 
     // The group at this place, of rows x groups x kv heads; a group has `shared` scales.
     Quantized at(Int place, Int bytes, Int shared) const {
@@ -50,14 +51,14 @@ struct Quantized {
 // x times the orthonormal Hadamard matrix, block by block; the sums have the order of `hadamard` in quantized.py.
 inline void hadamard(float* x, Int length) {
     const Int size = length & -length;
+    const float factor = float(1 / std::sqrt(double(size)));
+    for (Int i = 0; i < length; i++) x[i] *= factor;
     for (Int step = 1; step < size; step *= 2)
         for (Int i = 0; i < length; i += 2 * step)
             for (Int j = i; j < i + step; j++) {
                 const float first = x[j], second = x[j + step];
                 x[j] = first + second, x[j + step] = first - second;
             }
-    const float factor = float(1 / std::sqrt(double(size)));
-    for (Int i = 0; i < length; i++) x[i] *= factor;
 }
 
 // ---- reading ---------------------------------------------------------------------------------------------------------
@@ -117,12 +118,12 @@ template <int ROWS>
 void score_group(const Quantized& group, const std::uint8_t* codes, Int tokens, Int d, const float* queries, float* own,
                  float* to, Int stride) {
     float shifts[ROWS];
-    for (int r = 0; r < ROWS; r++) {  // query . (code * scale + zero) = (query * scale) . code + query . zero
+    for (int r = 0; r < ROWS; r++) {  // query . ((code + zero) * scale) = (query * scale) . code + (query * scale) . zero
         floats shift = {};
         for (Int c = 0; c < d; c += LANES) {
-            const floats query = widen(queries + r * d + c);
-            store(own + r * d + c, query * widen(group.scale + c));
-            shift = multiply_add(shift, query, widen(group.zero + c));
+            const floats scaled = widen(queries + r * d + c) * widen(group.scale + c);
+            store(own + r * d + c, scaled);
+            shift = multiply_add(shift, scaled, widen(group.zero + c));
         }
         shifts[r] = sum_of(shift);
     }
@@ -146,7 +147,7 @@ inline void rotated_keys(const Quantized& group, const std::uint8_t* codes, Int 
                          float* to) {
     for (Int c = 0; c < d; c += LANES) {
         float scales[LANES], zeros[LANES];
-        store(scales, widen(group.scale + c)), store(zeros, widen(group.zero + c));
+        store(scales, widen(group.scale + c)), store(zeros, widen(group.zero + c) * widen(group.scale + c));
         for (int i = 0; i < LANES; i += 2, codes += 2 * tokens, turns += 2 * tokens, to += 2 * AT_ONCE)
             UNROLL for (int h = 0; h < AT_ONCE; h += LANES) {
                 const floats cos = widen(turns + h), sin = widen(turns + tokens + h);
@@ -178,14 +179,15 @@ template <int ROWS>
 void add_group(const Quantized& group, const std::uint8_t* codes, Int tokens, Int d, Int parts, const float* weights,
                Int weights_stride, float* own, float* to, Int stride) {
     for (Int part = 0; part < parts; part++) {
-        const half *scale = group.scale + part * tokens, *zero = group.zero + part * tokens;
+        const short_scale* scale = group.scale + part * tokens;
+        const half* zero = group.zero + part * tokens;
         float shifts[ROWS];
         for (int r = 0; r < ROWS; r++) {
             floats shift = {};
             for (Int token = 0; token < tokens; token += LANES) {
-                const floats weight = widen(weights + r * weights_stride + token);
-                store(own + r * tokens + token, weight * widen(scale + token));
-                shift = multiply_add(shift, weight, widen(zero + token));
+                const floats scaled = widen(weights + r * weights_stride + token) * widen(scale + token);
+                store(own + r * tokens + token, scaled);
+                shift = multiply_add(shift, scaled, widen(zero + token));
             }
             shifts[r] = sum_of(shift);
         }
@@ -225,37 +227,44 @@ struct Range {
     }
 };
 
-// The scale and zero of a range, rounded to float16, and the divisor, for codes of 0 to `most`.
+// The scale and zero of codes from 0 to `most`, as they are stored and as numbers; see `quantize` in quantized.py.
 struct Steps {
-    half scales[LANES], zeros[LANES];
-    floats divisor, zero;
+    short_scale scales[LANES];
+    half zeros[LANES];
+    floats middle, divisor, zero;
     float most;
 
-    Steps(const Range& range, Int bits) : most(float((1 << bits) - 1)) {
-        narrow((range.high - range.low) / most, scales);
-        narrow(range.low, zeros);
-        const floats scale = widen(scales);
-        divisor = scale < 0x1p-14f ? floats{} + 0x1p-14f : scale, zero = widen(zeros);
+    Steps(const Range& range, Int bits, float share) : most(float((1 << bits) - 1)) {
+        middle = range.high / 2.0f + range.low / 2.0f;
+        const floats half = (range.high / 2.0f - range.low / 2.0f) * share;
+        const floats size = larger(range.high, -range.low);
+        const float wide = most / 2 + 0.25f;
+        set(larger(larger(half / (most / 2), half / wide + size / wide * 0x1p-11f), size * 0x1p-15f));
+    }
+
+    void set(floats scale) {
+        narrow(scale, scales);
+        const floats stored = widen(scales);
+        divisor = stored == 0.0f ? every(1) : stored;
+        narrow(middle / divisor - most / 2, zeros);
+        zero = widen(zeros);
     }
 
     ints codes(floats x) const {
-        const floats steps = (x - zero) / divisor, last = every(most);
+        const floats steps = x / divisor - zero, last = every(most);
         floats code = steps > 0.0f ? steps : floats{};
         code = code < last ? code : last;
         return (ints)(code + ROUND) - 0x4b400000;  // to nearest, ties to even
     }
 
     // Correct the scale and the zero, which all lanes share; see `_unbiased` in quantized.py.
-    void unbias(const float* numbers, const std::int32_t* codes, Int count, float middle) {
-        const float scale = widen(scales)[0], from_middle = widen(zeros)[0] - middle;
+    void unbias(const float* numbers, const std::int32_t* codes, Int count) {
         double squares = 0, products = 0;
         for (Int i = 0; i < count; i++) {
-            const float x = numbers[i] - middle;
-            squares += x * x, products += x * (float(codes[i]) * scale + from_middle);
+            const double x = numbers[i] - middle[0];
+            squares += x * x, products += x * (float(codes[i]) - most / 2);
         }
-        const float factor = products > 0 ? float(squares / products) : 1;
-        narrow(floats{} + scale * factor, scales);
-        narrow(floats{} + (middle + from_middle * factor), zeros);
+        if (products > 0) set(every(float(squares / products)));
     }
 };
 
@@ -285,7 +294,7 @@ void make_keys(const T* from, Int stride, Int d, const Groups& groups, Int sinks
     for (Int c = 0; c < d; c += LANES) {
         Range range{widen(from + sinks * stride + c), widen(from + sinks * stride + c)};
         for (Int token = sinks + 1; token < tokens; token++) range.add(widen(from + token * stride + c));
-        const Steps steps(range, groups.key_bits);
+        const Steps steps(range, groups.key_bits, 1);
         std::memcpy(to.scale + c, steps.scales, sizeof steps.scales);
         std::memcpy(to.zero + c, steps.zeros, sizeof steps.zeros);
         std::int32_t codes[LANES][MOST_TOKENS];
@@ -311,16 +320,9 @@ void make_values(const T* from, Int stride, Int d, const Groups& groups, Int sin
             const float* numbers = own + part * size;
             Range range{widen(numbers), widen(numbers)};
             for (Int c = LANES; c < size; c += LANES) range.add(widen(numbers + c));
-            range = range.of_all();
-            const floats middle = (range.low + range.high) / 2.0f;
-            const bool clipped = groups.value_share() < 1;
-            if (clipped) {
-                const floats half = (range.high - range.low) / 2.0f * groups.value_share();
-                range = {middle - half, middle + half};
-            }
-            Steps steps(range, groups.value_bits);
+            Steps steps(range.of_all(), groups.value_bits, groups.value_share());
             for (Int c = 0; c < size; c += LANES) store(codes + part * size + c, steps.codes(widen(numbers + c)));
-            if (clipped) steps.unbias(numbers, codes + part * size, size, middle[0]);
+            if (groups.value_share() < 1) steps.unbias(numbers, codes + part * size, size);
             to.scale[part * tokens + token] = steps.scales[0], to.zero[part * tokens + token] = steps.zeros[0];
         }
         pack(codes, groups.value_bits, groups.run(d), d, to.codes + token * d * groups.value_bits / 8);

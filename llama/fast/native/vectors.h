@@ -65,6 +65,9 @@ struct bfloat {
 struct half {
     std::uint16_t bits;
 };
+struct short_scale {
+    std::uint16_t bits;  // 15 to 30 of a float that is not negative; see `short_scales` in quantized.py
+};
 
 template <class V>
 INLINE V load(const void* from) {
@@ -116,6 +119,10 @@ INLINE floats widen(const float* x) { return load<floats>(x); }
 
 INLINE floats widen(const bfloat* x) { return (floats)(__builtin_convertvector(load<shorts>(x), words) << 16); }
 
+INLINE floats widen(const short_scale* x) {
+    return (floats)(__builtin_convertvector(load<shorts>(x), words) << 15);
+}
+
 INLINE floats widen(const half* x) {
 #if defined(__AVX512F__)
     return (floats)_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(x));  // GCC 12 warns of the one without a mask
@@ -166,6 +173,10 @@ INLINE void narrow(floats x, bfloat* to) {
     words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
     words quiet = (words)(x != x);                                 // a nan stays a nan
     store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
+}
+
+INLINE void narrow(floats x, short_scale* to) {  // to nearest, halves up
+    store(to, __builtin_convertvector(((words)x + 0x4000u) >> 15, shorts));
 }
 
 INLINE void narrow(floats x, half* to) {

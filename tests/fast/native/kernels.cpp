@@ -109,6 +109,7 @@ void append(std::vector<T>& to, V v) {
 const char* name_of(float) { return "float32"; }
 const char* name_of(bfloat) { return "bfloat16"; }
 const char* name_of(half) { return "float16"; }
+const char* name_of(short_scale) { return "a scale of 16 bits"; }
 
 // Widen every number of 16 bits; narrow numbers around each of them, numbers of all sizes, and nan.
 template <class T>
@@ -335,13 +336,14 @@ void mapped_products() {
 // One group, quantised.
 struct Group {
     std::vector<std::uint8_t> codes;
-    std::vector<half> scale, zero;
+    std::vector<short_scale> scale;
+    std::vector<half> zero;
 
     Group(Int bits, Int tokens, Int d, Int shared) : codes(tokens * d * bits / 8), scale(shared), zero(shared) {}
     Quantized quantized() { return {codes.data(), scale.data(), zero.data()}; }
     void print(const std::string& name) const {
         std::vector<std::uint16_t> shares;
-        for (const half& x : scale) shares.push_back(x.bits);
+        for (const short_scale& x : scale) shares.push_back(x.bits);
         for (const half& x : zero) shares.push_back(x.bits);
         exact(name + ", codes", codes), exact(name + ", scales", shares);
     }
@@ -579,7 +581,7 @@ void choices() {
 
 int main() {
     std::printf("build\t%d\t%s\n", LANES, instructions());
-    conversions<bfloat>(), conversions<half>(), whole_numbers(), functions();
+    conversions<bfloat>(), conversions<half>(), conversions<short_scale>(), whole_numbers(), functions();
     plain_products<float>(), plain_products<bfloat>();
     packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
     all_groups();
