@@ -114,6 +114,8 @@ class PlainStepper:
             logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
             self._feed(padded([batch.texts[0][begin:shared]], batch.device), Rows.at([begin], [shared - begin]))
             begin = shared
+        elif shared > begin and self.cache is not None:
+            logger.info("share_prefix has no effect: what kv_cache=%s stores depends on the cut", self.cache.kind)
         if begin and self.cache is not None:
             self.cache.repeat_first_row(rows)
         return begin

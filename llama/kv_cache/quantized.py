@@ -53,6 +53,7 @@ class QuantizedCache(CountingCache):
 
     lossless = False
     preallocates = True
+    whole_prompt = True  # a later call reads rounded keys and values, on which those of deeper layers depend
     group: ClassVar[int] = GROUP
     sinks: ClassVar[int] = 0
     rotates_values: ClassVar[bool] = False

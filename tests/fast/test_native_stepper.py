@@ -127,6 +127,7 @@ def test_rows_that_share_their_beginning_or_begin_with_a_session(kv_cache: str) 
         session = model.session(Ids())  # type: ignore[arg-type]
         session.feed([9] * 20)
         shared = model.generate_tokens(prompts, 20, share_prefix=True, **GREEDY)
+        assert shared == model.generate_tokens(prompts, 20, **GREEDY)
         made.append((shared, model.generate_tokens(prompts, 20, prefix=session, **GREEDY)))
     assert made[0] == made[1]
 

@@ -47,6 +47,14 @@ def test_a_kind_says_whether_it_allocates_what_was_reserved(kind: str) -> None:
     assert (reserved.nbytes > other.nbytes) == other.preallocates
 
 
+@pytest.mark.parametrize("kind", [*WHOLE, *DROPPING, *ALIKE, "h2o:12", "int4@0;static", "static@0;kivi:2+16"])
+def test_prompts_that_begin_alike_give_the_text_that_each_gives_alone(kind: str) -> None:
+    model, tokens = tiny_model(max_seq_len=256, head_dim=32, vocab_size=400), some_tokens(1, 130, vocab_size=400)[0]
+    prompts = [[*tokens.tolist(), *range(n, 3 * n)] for n in (1, 2, 7)]
+    together, _ = model.generate_tokens(prompts, 20, temperature=0.0, kv_cache=kind, share_prefix=True)
+    assert together == [model.generate_tokens([one], 20, temperature=0.0, kv_cache=kind)[0][0] for one in prompts]
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 MINE = """

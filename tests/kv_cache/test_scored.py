@@ -319,14 +319,6 @@ def test_only_the_first_prompt_of_a_text_is_compressed_and_forks_leave_it_as_it_
     assert cache.layers[0].state()["keys"].shape[1] == 0
 
 
-@pytest.mark.parametrize("kind", ["snapkv:12", "knorm:12", "h2o:12", "quest:16"])
-def test_prompts_that_begin_alike_give_what_they_give_alone(kind: str) -> None:
-    model, tokens = tiny_model(max_seq_len=256), some_tokens(1, 100)[0].tolist()
-    prompts = [[*tokens, 1, 2], [*tokens, 3, 4, 5, 6], [*tokens, 7]]
-    together, _ = model.generate_tokens(prompts, 20, temperature=0.0, kv_cache=kind, share_prefix=True)
-    assert together == [model.generate_tokens([one], 20, temperature=0.0, kv_cache=kind)[0][0] for one in prompts]
-
-
 def test_a_text_goes_on_behind_its_prompt_and_not_within_it() -> None:
     model, tokens, cache = prompted("knorm:0.5", 100)
     with torch.inference_mode():
