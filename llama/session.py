@@ -59,7 +59,7 @@ class Session:
         self._logits: Tensor | None = None  # those after the text, (1, vocab), if they are known
         self._source = model.source  # of the cache and the logits
         self.writer: object = None  # the mark of the stream that may continue the text
-        self._dropped = False
+        self._dropped = self._said = False  # _said: whether the log says that this kind cannot go back
         self._lock = threading.Lock()  # locked during a call
 
     # ---- the text ----------------------------------------------------------------------------------------------------
@@ -310,14 +310,16 @@ class Session:
 
     def _begin(self, most: int) -> int:
         """Return the position, at most `most`, from which to feed; truncate the cache, or free it, for that."""
-        begin = min(self._held, most)
-        if begin <= 0:
+        wanted = begin = max(min(self._held, most), 0)
+        if begin < self._written:
+            begin = self.cache.last_start(begin)
+        if begin < wanted:
+            again = f"the text is fed again from {begin}" if begin else "all is fed again"
+            level = logging.DEBUG if self._said else logging.INFO  # once a session
+            logger.log(level, "kv_cache=%s cannot go back to position %d: %s", self.cache.kind, wanted, again)
+            self._said = True
+        if not begin:
             self._forget()
-            return 0
-        if begin < self._written and not self.cache.truncate(begin):
-            logger.info("kv_cache=%s cannot go back to position %d: all is fed again", self.cache.kind, begin)
-            self._forget()
-            return 0
         self._held = begin
         return begin
 

@@ -83,6 +83,28 @@ def test_a_text_that_was_edited_is_fed_from_where_it_differs(kv_cache: str, capl
         assert session.generate(9, **GREEDY) == expected.generate(9, **GREEDY)
 
 
+@pytest.mark.parametrize(("kv_cache", "start"), {"int8": 96, "int4": 96, "static@0;int8": 96, "kivi:2+16": 0}.items())
+def test_a_text_that_differs_within_a_rounded_group_continues_at_the_groups_beginning(
+    kv_cache: str, start: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, session = made(kv_cache, text="a" * 150, n_layers=2)
+    caplog.set_level(logging.INFO, "llama")
+    with watched(model) as steps:
+        for turn in ("b" * 40, "c" * 40):
+            session.feed("a" * 110 + turn)
+    assert steps.widths == [151 - start] * 2
+    said = [message for message in caplog.messages if "cannot go back to position 111" in message]
+    assert len(said) == 1, "once a session"
+    expected = model.session(Bytes(), kv_cache=kv_cache)
+    if start:
+        expected.feed("a" * 150)
+        expected.rewind(start)
+    expected.feed("a" * 110 + "c" * 40)
+    assert session.logits is not None
+    assert expected.logits is not None
+    torch.testing.assert_close(session.logits, expected.logits, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kv_cache", KINDS)
 def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
     model, session = made(kv_cache)

@@ -126,6 +126,10 @@ class Cache:
         """
         return all(layer.truncate(position) for layer in self.layers)
 
+    def last_start(self, position: int) -> int:
+        """Return the last position, at most `position`, where `truncate` returns True; 0 if there is none."""
+        return next((start for start in range(position, 0, -1) if self.truncate(start)), 0)
+
     def select_rows(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice."""
         for layer in self.layers:
