@@ -76,16 +76,17 @@ class Attended:
     def attention(self, last: int) -> Tensor:
         """Return the attention weights of a row's last `last` queries, (n_heads, last, kv_len), in float32 or wider.
 
-        They come from an explicit softmax, with the model's `score_mod`; the weights of a query sum to 1. Raises
-        ValueError for several rows or a padded one (call `row` first), for more queries than the row has, and for a
-        model whose attention is not known to be a softmax.
+        If the row has fewer queries, the result has all of them. The weights come from an explicit softmax, with the
+        model's `score_mod`; those of a query sum to 1. Raises ValueError for several rows or a padded one (call `row`
+        first), for `last` below 1, and for a model whose attention is not known to be a softmax.
         """
         width = self.rows.width
-        if self.rows.lengths != (width,) or not 0 < last <= width:
+        if self.rows.lengths != (width,) or last < 1:
             raise ValueError(
                 f"attention({last}) of rows of {width} tokens, {self.rows.lengths} without padding: take "
-                "attended.row(i) first, and ask for 1 to as many queries as it has tokens"
+                "attended.row(i) first, and ask for 1 or more queries"
             )
+        last = min(last, width)
         check_attention(
             self.module.ops,
             "this kind of cache reads the attention weights of its keys",
