@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llama.fast.graph_ops import GraphOps, compiled, plain_ops
-from llama.fast.graph_runner import GraphRunner, ModelWeights, current
+from llama.fast.graph_runner import GraphRunner, current
 from llama.fast.graph_trial import FEW, MANY, Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
@@ -68,8 +68,8 @@ def _use_graphs(model: Transformer) -> None:
     def trial(ops: GraphOps) -> Seconds:
         return try_steps(model, GraphRunner(ops))
 
-    for ops in _kernels(model, GraphRunner().describe(model)):
-        best = fastest([ops], trial)
+    for together in candidates(model):
+        best = fastest(together, trial)
         if best:
             model.runner = GraphRunner(with_prompts(model, best[FEW]), best.get(MANY))
             logger.info("fast: %s", model.execution)
@@ -77,14 +77,17 @@ def _use_graphs(model: Transformer) -> None:
     raise Unsupported("no step works on this GPU")
 
 
-def _kernels(model: Transformer, weights: ModelWeights) -> Iterator[GraphOps]:
-    """Yield the kernels for this device, the fastest on the GPUs that were measured first."""
-    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):
+def candidates(model: Transformer) -> Iterator[list[GraphOps]]:
+    """Yield the kernels that may serve on this device: those to compare with each other, the best ones first.
+
+    Raises Unsupported.
+    """
+    weights = GraphRunner().describe(model)
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):  # where they were run
         with suppress(ImportError):  # of Triton
             from llama.fast.graph_kernels import TRITON, serves
 
             if all(serves(layer, model.args.head_dim) for layer in weights.layers):
-                yield TRITON
+                yield [TRITON]
     for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
-        yield compiled(COMPILER, plain)
-        yield plain
+        yield [compiled(COMPILER, plain), plain]

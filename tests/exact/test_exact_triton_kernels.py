@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from skips import can_interpret
 from torch import Tensor
 from writes import rows_of
 
@@ -42,6 +43,7 @@ def made(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
 
 @pytest.mark.slow
 @compiled
+@can_interpret
 def test_all_claims_hold_in_tritons_interpreter() -> None:
     """In another process: Triton reads the setting on import, and transformers imports Triton too."""
     done = subprocess.run(

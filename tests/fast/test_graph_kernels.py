@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from skips import can_interpret
 from torch import Tensor
 
 from llama.fast import graph_ops
@@ -26,7 +26,6 @@ triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("llama.fast.graph_kernels")
 Tile = kernels.Tile
 INTERPRETED = triton.knobs.runtime.interpret
-VERSIONS = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, np)]
 compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
 TILES = [Tile(16, 32, 1, 1, 1), Tile(16, 32, 4, 1, 1), Tile(64, 64, 1, 1, 1), Tile(32, 64, 2, 1, 1)]
 # Sums of hundreds of float32 products of size 1, in another order.
@@ -40,9 +39,7 @@ def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
 
 @pytest.mark.slow
 @compiled
-@pytest.mark.skipif(
-    VERSIONS[0] < (3, 7) and VERSIONS[1] >= (2, 4), reason="Triton's interpreter needs NumPy < 2.4 or Triton >= 3.7"
-)
+@can_interpret
 def test_all_claims_hold_in_tritons_interpreter() -> None:
     """In another process: Triton reads the setting on import."""
     done = subprocess.run(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypedDict
 
 import torch
@@ -11,8 +12,8 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, random_model
-from llama.fast.choose import COMPILER
-from llama.fast.graph_ops import GraphOps, compiled, plain_ops
+from llama.fast.choose import candidates
+from llama.fast.graph_ops import PYTORCH, GraphOps
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.graph_trial import try_steps
 from llama.model import Transformer
@@ -84,9 +85,8 @@ def uneven_model(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> T
 
 def kernels_of(model: Transformer) -> dict[str, GraphOps]:
     """Return the sets of kernels that a step is made of; a rehearsal on a CPU compiles nothing."""
-    plain, *_ = plain_ops(model.device, model.dtype, model.args.head_dim)
-    sets = [plain, compiled(COMPILER, plain)] if model.device.type == "cuda" else [plain]
-    return {ops.name: ops for ops in sets}
+    sets = candidates(model) if model.device.type == "cuda" else [[PYTORCH]]
+    return {ops.name: ops for ops in chain.from_iterable(sets)}
 
 
 def _checked(name: str, claim: Claim) -> Check:
