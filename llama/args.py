@@ -18,6 +18,10 @@ SETTINGS = frozenset({"max_batch_size", "kv_caching", "kv_cache"})
 _FACTOR_32 = {(2048, 16), (3072, 28)}
 
 
+class Refused(ValueError):
+    """A write that a cache refuses before anything is written."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """The scaling of rotary frequencies in Llama 3.1 and later, for texts longer than those of the training.
@@ -139,14 +143,14 @@ class ModelArgs:
         self._check_values()
 
     def check_room(self, rows: int, length: int) -> None:
-        """Raise ValueError if `rows` rows, or texts of `length` positions, exceed the limits.
+        """Raise Refused if `rows` rows, or texts of `length` positions, exceed the limits.
 
         A bounded kind of cache limits what it stores, not the length of a text: callers then pass a `length` of 0.
         """
         if self.max_batch_size is not None and rows > self.max_batch_size:
-            raise ValueError(f"{rows} rows are more than max_batch_size={self.max_batch_size}")
+            raise Refused(f"{rows} rows are more than max_batch_size={self.max_batch_size}")
         if length > self.max_seq_len:
-            raise ValueError(
+            raise Refused(
                 f"a text of {length} positions goes past max_seq_len={self.max_seq_len}; "
                 "build or load the model with a larger max_seq_len"
             )

@@ -7,7 +7,6 @@ Source: Touvron et al., https://arxiv.org/abs/2302.13971; the names are those of
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
@@ -168,9 +167,12 @@ class Transformer(Switches, Generation, Sessions):
         check_call(self, tokens, rows, cache, logits)
         if torch.compiler.is_compiling():  # a compiled graph contains the plain path
             return self._plain(tokens, rows, cache, logits)
-        with nullcontext() if cache is None else cache.feeding(self.source, begins=rows.start == 0):
+
+        def computed() -> Tensor:
             done = None if self.runner is None else self.runner(self, tokens, rows, cache, logits=logits)
             return self._plain(tokens, rows, cache, logits) if done is None else done
+
+        return computed() if cache is None else cache.feed(self.source, rows.starts, computed)
 
     def _plain(self, tokens: Tensor, rows: Rows, cache: Cache | None, logits: str) -> Tensor:
         """Return the logits, computed by the modules."""

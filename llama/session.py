@@ -6,8 +6,8 @@ Knows ids, positions and the interface of a cache; does not know kinds of cache 
 
 import logging
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from os import PathLike
@@ -106,7 +106,8 @@ class Session:
         fed from position 0.
         """
         ids = encode_prompt(self.tokenizer, text)
-        with self.computing():
+        with self.in_use(), self.model.ranks.one_at_a_time():
+            self.begin_computing()
             self._check(ids)
             same = common_beginning(self.tokens, ids)
             if same < len(self.tokens):
@@ -116,7 +117,8 @@ class Session:
 
     def append(self, text: str | Sequence[int]) -> int:
         """Add to the text and feed it; return the number of tokens that were fed."""
-        with self.computing():
+        with self.in_use(), self.model.ranks.one_at_a_time():
+            self.begin_computing()
             if isinstance(text, str):
                 text = self.tokenizer.encode(text, bos=False, eos=False, begins=not self.tokens)
             ids = [*self.tokens, *text]
@@ -125,7 +127,7 @@ class Session:
 
     def rewind(self, position: int) -> None:
         """Remove the tokens from `position` on."""
-        with self._in_use():
+        with self.in_use():
             if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self.tokens):
                 raise ValueError(
                     f"position={position!r} must be a whole number from 0 to {len(self.tokens)}, where the text ends"
@@ -135,7 +137,7 @@ class Session:
 
     def fork(self) -> "Session":
         """Return an independent session with the same text. Some kinds of cache share memory until one is written."""
-        with self._in_use():
+        with self.in_use():
             branch = copy(self)
             branch.tokens, branch.cache, branch.fed, branch.writer = list(self.tokens), self.cache.copy(), 0, None
         return branch
@@ -152,8 +154,8 @@ class Session:
         The file has the ids, the cache, and digests of the model and the tokenizer. Only its owner can read it. An
         existing file is replaced as a whole. Raises ValueError if the file cannot be written.
         """
-        with self._in_use():
-            self._check_source()
+        with self.in_use():
+            self._check_cache()
             self.cache.check_name()
             held = self._held
             content = Content(
@@ -171,7 +173,7 @@ class Session:
 
     def drop(self) -> None:
         """Free the memory. The session cannot be used afterwards."""
-        with self._in_use():
+        with self.in_use():
             self._forget()
             self._dropped = True
 
@@ -194,7 +196,7 @@ class Session:
         Other calls of the model may run between two pieces. If the iterator is closed early, the text keeps the tokens
         that were generated.
         """
-        with self._in_use():
+        with self.in_use():
             if not self.tokens:
                 raise ValueError("the session has no text yet; feed it one first")
         for name in ("kv_cache", "prefix"):
@@ -215,8 +217,9 @@ class Session:
         """Return a copy of the cache, with the whole text, for texts that continue it; None with the switch off."""
         if not kv_caching:
             return None
-        with self.computing(kv_caching=True):
-            if self._held < len(self.tokens):
+        with self.in_use(), self.model.ranks.one_at_a_time():
+            self.begin_computing(kv_caching=True)
+            if self._held < len(self.tokens) or not self._goes_on(self._held):
                 self._feed(list(self.tokens), kv_caching=True)
             return self.cache.copy()
 
@@ -233,30 +236,27 @@ class Session:
         self._held, self._written = content.held, content.written
         self.note = content.note
 
-    @contextmanager
-    def computing(self, kv_caching: bool | None = None) -> Iterator[None]:
-        """Lock the session and the model's ranks for code that feeds the text; free a cache that cannot be continued.
+    def in_use(self) -> AbstractContextManager[bool]:
+        """Return the lock of one call, for `with`, which an interrupt cannot leave locked.
 
-        `kv_caching`: the switch of that code; None for the model's.
+        Raises RuntimeError during another call, in any thread.
         """
-        with self._in_use(), self.model.ranks.one_at_a_time():
-            self.writer = None
-            self._check_source()
-            if not (self.model.kv_caching if kv_caching is None else kv_caching) and self._held:
-                self._forget()  # with the switch off there is no cache
-            yield
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Lock the session for one call. Raises RuntimeError during another call, in any thread."""
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             raise RuntimeError("this session is in the middle of a call; wait for it, or fork the session")
-        try:
-            if self._dropped:
-                raise ValueError("this session was dropped and cannot be used; make a new one")
-            yield
-        finally:
-            self._lock.release()
+        if self._dropped:
+            raise ValueError("this session was dropped and cannot be used; make a new one")
+        return self._lock
+
+    def begin_computing(self, kv_caching: bool | None = None) -> None:
+        """Prepare for code that feeds the text: free a cache that cannot be continued.
+
+        The caller has locked the session and the model's ranks. `kv_caching`: the switch of that code; None for the
+        model's.
+        """
+        self.writer = None
+        self._check_cache()
+        if not (self.model.kv_caching if kv_caching is None else kv_caching) and self._held:
+            self._forget()  # with the switch off there is no cache
 
     def _check(self, ids: list[int]) -> None:
         """Raise ValueError for a text that the limits do not allow."""
@@ -274,43 +274,47 @@ class Session:
         model = self.model.with_kv_caching(batch.request.kv_caching)
         batch.begin(model.args.vocab_size, model.device)
         known = self._is_known(model)
-        batch.held = 0 if known else self._begin(len(self.tokens) - 1)
+        batch.held = 0 if known else self._begin(len(self.tokens))
         stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
-        with self._noting(len(self.tokens)):
-            if known:
-                stepper.logits = self._logits
-                yield from (Token(0, id, None, True) for id in self.tokens if batch.request.echo)
-            else:
-                yield from stepper.prefill()
-            for chosen in stepper:
-                self.fed, batch.fed = self.fed + batch.fed, 0
-                self._held = self._written = len(self.tokens) * model.kv_caching
-                self._logits = stepper.logits
-                for token in batch.record(chosen):
-                    self.tokens.append(token.id)
-                    self._logits = None
-                    yield token
-                if not batch.active:
-                    return
+        if known:
+            stepper.logits = self._logits
+            yield from (Token(0, id, None, True) for id in self.tokens if batch.request.echo)
+        else:
+            yield from stepper.prefill()
+        for chosen in stepper:
+            self.fed, batch.fed = self.fed + batch.fed, 0
+            self._held = self._written = len(self.tokens) * model.kv_caching
+            self._logits = stepper.logits
+            for token in batch.record(chosen):
+                self._logits = None
+                self.tokens.append(token.id)
+                yield token
+            if not batch.active:
+                return
+            self._written = len(self.tokens) * model.kv_caching  # the next step feeds the newest token
 
     def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, kv_caching: bool | None = None) -> int:
         """Feed those of these ids that are not cached; the ids begin with the text. Return the number fed."""
         model = self.model if kv_caching is None else self.model.with_kv_caching(kv_caching)
         if ids == self.tokens and self._is_known(model) and self._held:
             return 0
-        begin = self._begin(len(ids) - 1)
+        begin = self._begin(len(ids))
         fed = torch.tensor([ids[begin:]], device=model.device)
         rows = Rows.at([begin], [len(ids) - begin], prompt_ends=begin == 0 if prompt_ends is None else prompt_ends)
-        with self._noting(len(ids)), torch.inference_mode():
+        with torch.inference_mode():
             logits = model(fed, rows, cache=self.cache if model.kv_caching else None, logits="last")[:, -1]
         self.fed += len(ids) - begin
-        self.tokens, self._logits = ids, logits
+        self.tokens = ids
         self._held = self._written = len(ids) * model.kv_caching
+        self._logits = logits
         return len(ids) - begin
 
-    def _begin(self, most: int) -> int:
-        """Return the position, at most `most`, from which to feed; truncate the cache, or free it, for that."""
-        wanted = begin = max(min(self._held, most), 0)
+    def _begin(self, end: int) -> int:
+        """Return the position from which to feed the text up to `end`; truncate the cache, or free it, for that.
+
+        What may be written is recorded before it is, because the call may not end.
+        """
+        wanted = begin = max(min(self._held, end - 1), 0)
         if begin < self._written:
             begin = self.cache.last_start(begin)
         if begin < wanted:
@@ -320,30 +324,30 @@ class Session:
             self._said = True
         if not begin:
             self._forget()
-        self._held = begin
+        self._logits, self._held, self._written = None, begin, max(self._written, end)
         return begin
+
+    def _goes_on(self, position: int) -> bool:
+        """Return True if the cache can be fed from `position`, up to which the text is cached."""
+        return position >= self._written or self.cache.truncate(position)
 
     def _cut(self, position: int) -> None:
         if position < len(self.tokens):
-            self.tokens, self._held, self._logits = self.tokens[:position], min(self._held, position), None
+            self._logits, self._held, self.tokens = None, min(self._held, position), self.tokens[:position]
 
     def _forget(self) -> None:
+        self._logits = None
+        self._held = self._written = 0
         self.cache.free()
-        self._held, self._written, self._logits = 0, 0, None
 
-    @contextmanager
-    def _noting(self, end: int) -> Iterator[None]:
-        """Record that the cache may be written up to `end` if the code under `with` fails."""
-        try:
-            yield
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self._written, self._logits = max(self._written, end, len(self.tokens)), None
-            raise
+    def _check_cache(self) -> None:
+        """Free the cache if a call did not end and it cannot go on, or if the model computes in another way now.
 
-    def _check_source(self) -> None:
-        """Free the cache if the model computes in another way now. Raises ValueError for a lossy kind in exact mode."""
+        Raises ValueError for a lossy kind in exact mode.
+        """
+        if self.cache.failed_at is not None and not self.cache.truncate(self._held):
+            logger.info("a call did not end, and kv_cache=%s cannot go on: all is fed again", self.cache.kind)
+            self._forget()
         if self._source != self.model.source:
             if self._held:
                 logger.info("the model computes in another way than before: all of the session is fed again")

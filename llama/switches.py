@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol, Self, cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from llama.ranks import Ranks
 from llama.rope import RopeTable
 from llama.rows import Rows
 from llama.stepper import Execution, Runner
+
+LINEAGE = uuid4()  # equal in a process and those that were forked from it
 
 
 class Flagged(Protocol):
@@ -36,8 +39,24 @@ class OwnCache(threading.local):
     cache: Cache | None = None
 
 
+class Weights:
+    """The identity of a model's weights. A deep copy of it is another one; a pickle restores the same."""
+
+    def __init__(self) -> None:
+        self.token = uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Weights) and self.token == other.token
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "Weights":
+        return Weights()
+
+
 class Switches(nn.Module):
-    """The settings of a model. identity: one object for all models with the same weights."""
+    """The settings of a model. identity: the Weights; equal for models that share them."""
 
     args: ModelArgs
     ranks: Ranks
@@ -49,8 +68,8 @@ class Switches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.identity = object()
-        self.process = os.getpid()
+        self.identity = Weights()
+        self.process, self.lineage = os.getpid(), LINEAGE
         self._own = OwnCache()
 
     @property
@@ -186,10 +205,13 @@ class Switches(nn.Module):
         return Source(self.identity, exact, weight.dtype, weight.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_own", "process", "original")}
+        return {name: value for name, value in vars(self).items() if name not in ("_own", "original")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_own": OwnCache(), "process": os.getpid()})  # type: ignore[no-untyped-call]
+        here: dict[str, Any] = {"_own": OwnCache()}
+        if state["lineage"] != LINEAGE:  # else this is the process of the original, or a fork of that process
+            here |= {"process": os.getpid(), "lineage": LINEAGE}
+        super().__setstate__({**state, **here})  # type: ignore[no-untyped-call]
 
     def own_cache(self) -> Cache:
         """Return the model's own cache for this thread; make it if there is none."""
@@ -227,13 +249,13 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
             raise ValueError(
                 f"start_pos={furthest} needs the KV cache, which is off: feed the whole prefix at start_pos=0"
             )
-    elif furthest == 0:
-        check_fits(model, cache)
-    elif cache.source is None and cache.empty:
+    elif furthest > 0 and cache.source is None and cache.empty:
         raise ValueError(
             f"start_pos={furthest} with an empty KV cache: feed the positions before it first (a new cache is empty, "
             "and setting kv_cache, kv_caching = False, free_cache and .to() drop the model's own)"
         )
+    else:
+        check_fits(model, cache)
     model.args.check_room(len(rows.starts), 0 if cache is not None and cache.bound else rows.end)
     if logits not in ("all", "last"):
         raise ValueError(f"logits={logits!r} must be 'all' or 'last'")

@@ -95,7 +95,8 @@ class _Tables:
 
     def serve(self, caches: Sequence[PagedCache], rows: Rows) -> bool:
         """Return True if every row has the blocks that the call writes, and shares none of them."""
-        if len(self._tables) < len(rows.starts) or not all(cache.tables == self._tables for cache in caches):
+        whole = all(cache.tables == self._tables and not cache.pool.changing for cache in caches)
+        if len(self._tables) < len(rows.starts) or not whole:
             return False
         written: set[int] = set()
         for table, start, length in zip(self._tables, rows.starts, rows.lengths, strict=False):
@@ -169,9 +170,11 @@ class NativeCache:
         length = rows.end if whole else max(map(add, rows.starts, rows.lengths))
         if not (self._unchanged(model, caches) and first.fits(bsz, length)):
             like = _like(model)
-            for cache in caches:
-                cache.room(bsz, length, like=like)
-            rows_held, length_held = cast(Tensor, first.keys).shape[:2]
+            held = [cache.room(bsz, length, like=like)[0].shape[:2] for cache in caches]
+            rows_held, length_held = map(max, zip(*held, strict=True))
+            for cache, size in zip(caches, held, strict=True):
+                if size != (rows_held, length_held):  # an earlier call stopped when some layers had grown
+                    cache._enlarge(cache.sizes(rows_held, length_held, like), like.device)
             self._write(model, caches, [first.sizes(rows_held, length_held, like)] * len(caches))
         if isinstance(first, QuestCache):
             if len({cache.positions for cache in cast(list[QuestCache], caches)}) > 1:
@@ -211,8 +214,9 @@ class NativeCache:
             cache._take(rows.starts, rows.lengths, like=like)
         pools = [(len(cast(Tensor, cache.keys)), BLOCK, *like.shape[2:]) for cache in caches]
         self._write(model, caches, [dict.fromkeys(("keys", "values"), (shape, like.dtype)) for shape in pools])
-        self._tables = _Tables(caches, self._layers)
-        self._slots = self._tables.width
+        tables = _Tables(caches, self._layers)
+        self._slots = tables.width
+        self._tables = tables  # last: if it is set, all is
 
     def _reserve_behind(self, model: NativeModel, caches: list[ScoredCache], rows: Rows) -> None:
         first, bsz = caches[0], len(rows.starts)
@@ -260,8 +264,8 @@ class NativeCache:
         for layer, cache, own in zip(self._layers, caches, sizes, strict=True):
             for name, (shape, dtype) in own.items():
                 setattr(layer, name, check_tensor(getattr(cache, name), shape, dtype))
-        self._sizes, self._layout = _sizes(model), TensorLayout(cast(list[Tensor], self._buffers(caches)))
-        self._slots = next(iter(sizes[0].values()))[0][1]
+        self._sizes, self._slots = _sizes(model), next(iter(sizes[0].values()))[0][1]
+        self._layout = TensorLayout(cast(list[Tensor], self._buffers(caches)))  # last: if it is set, all is
 
     def _buffers(self, caches: Sequence[KVCache]) -> list[Tensor | None]:
         return [vars(cache).get(name) for cache in caches for name in self._names]

@@ -198,22 +198,26 @@ class NativeStepper(PlainStepper):
         starts, newest = [pos - 1 for pos in batch.cur_pos], [batch.texts[row][-1] for row in batch.rows]
         if (batch.maybe_changed or self._described is None) and not self._may_continue():
             return None
-        with cache.feeding(self._source, begins=False):
-            # The buffers may have moved: a fork in another thread may enlarge the pool that it shares.
-            if self._left and not (self._shared and self._native_cache.moved(self._cache, self._room)):
-                self._left -= 1
-                self._call.feed(newest, starts)
-                for ends in self._ends:
-                    ends[: len(starts)] = batch.cur_pos
-            elif not self._begin_stretch():
-                return None
-            if self._runner.watch is not None:
-                self._runner.watch(len(starts), 1)
-            chosen = self._sampler()
-        batch.fed += len(starts)
-        batch.append(chosen.ids)
-        self.logits = self._sampler.logits
+        chosen = cache.feed(self._source, starts, partial(self._computed, starts, newest))
+        if chosen is not None:
+            batch.fed += len(starts)
+            batch.append(chosen.ids)
+            self.logits = self._sampler.logits
         return chosen
+
+    def _computed(self, starts: list[int], newest: list[int]) -> Chosen | None:
+        """Return what a step chooses; None if the plain path has to."""
+        # The buffers may have moved: a fork in another thread may enlarge the pool that it shares.
+        if self._left and not (self._shared and self._native_cache.moved(self._cache, self._room)):
+            self._left -= 1
+            self._call.feed(newest, starts)
+            for ends in self._ends:
+                ends[: len(starts)] = self.batch.cur_pos
+        elif not self._begin_stretch():
+            return None
+        if self._runner.watch is not None:
+            self._runner.watch(len(starts), 1)
+        return self._sampler()
 
     def _may_continue(self) -> bool:
         """Check what a call of the model would: other code may have run. Return True if native code continues."""

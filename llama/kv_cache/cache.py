@@ -4,25 +4,28 @@ A cache is a value of its own: `model.new_cache` makes it, `model(tokens, start_
 Knows the contract of the kinds; does not know models, files or generation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from threading import Lock, RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
 from llama.kv_cache.names import kinds_by_layer
 from llama.rope import RopeTable
+
+Fed = TypeVar("Fed")
 
 
 class Source(NamedTuple):
     """What computed the contents of a cache, as far as it decides their numbers.
 
-    weights: one object for all models with the same weights. exact: False, or a name of what decides exact mode's bits.
+    weights: equal for all models with the same weights. exact: False, or a name of what decides exact mode's bits.
     """
 
     weights: object
@@ -38,7 +41,8 @@ class Cache:
     threads that take turns on one cache mix their texts, and this class cannot detect that: use one cache per text.
     kind: the name that the cache was made by. bound: the most positions that it stores; None if there is no limit.
     whole_prompt: what it stores depends on how a prompt is cut into calls.
-    source: the source of its keys and values; None before the first call.
+    source: the source of its keys and values; None before the first call. failed_at: the first position that a change
+    which did not end may have written, such as a call that raised; None if all of them ended.
     """
 
     def __init__(self, layers: Sequence[KVCache], kind: str) -> None:
@@ -47,6 +51,7 @@ class Cache:
         self.bound = max(bounds) if len(bounds) == len(self.layers) else None
         self.whole_prompt = any(layer.whole_prompt for layer in self.layers)
         self.source: Source | None = None
+        self.failed_at: int | None = None
         self._call = Lock()
         self._turn = RLock()  # shared by copies that share memory
 
@@ -65,7 +70,7 @@ class Cache:
     @property
     def empty(self) -> bool:
         """Whether no memory is allocated."""
-        return not self.layers[0].nbytes
+        return not self.layers[0].held()
 
     @property
     def nbytes(self) -> int:
@@ -97,24 +102,25 @@ class Cache:
 
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is stored; kinds that preallocate allocate `rows` x `length` in the next call."""
-        for layer in self.layers:
-            layer.reserve(rows, length)
-        self.source = None
+        with self._changing():
+            for layer in self.layers:
+                layer.reserve(rows, length)
+        self.source = self.failed_at = None
 
     def free(self) -> None:
         """Free all memory until the next call."""
-        for layer in self.layers:
-            layer.free()
-        self.source = None
+        with self._changing():
+            for layer in self.layers:
+                layer.free()
+        self.source = self.failed_at = None
 
     # ---- rows and positions ------------------------------------------------------------------------------------------
 
     def copy(self) -> "Cache":
         """Return an independent cache with the same contents. Some kinds share memory until one is written."""
-        source = self.source
-        with self.feeding(source, begins=False):
+        with self._one_call(), self._turn:
             made = Cache([layer.copy() for layer in self.layers], self.kind)
-        made.source = source
+            made.source, made.failed_at = self.source, self.failed_at
         if any(layer.shares_memory for layer in self.layers):
             made._turn = self._turn
         return made
@@ -122,23 +128,35 @@ class Cache:
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed.
 
-        Kinds that drop or round positions may return False. Then the text has to be fed again from position 0.
+        Kinds that drop or round positions may return False, and after a call that did not end also kinds that do not
+        have `keeps_past`. Then the text has to be fed again from position 0.
         """
-        return all(layer.truncate(position) for layer in self.layers)
+        if self.failed_at is not None and not (
+            position <= self.failed_at and all(layer.keeps_past for layer in self.layers)
+        ):
+            return False
+        goes_on = all(layer.truncate(position) for layer in self.layers)
+        if goes_on and position:
+            self.failed_at = None
+        return goes_on
 
     def last_start(self, position: int) -> int:
         """Return the last position, at most `position`, where `truncate` returns True; 0 if there is none."""
         return next((start for start in range(position, 0, -1) if self.truncate(start)), 0)
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice."""
-        for layer in self.layers:
-            layer.select_rows(rows)
+        """Move row `rows[i]` to row i; drop the rows that are not named. Raises ValueError for a row named twice."""
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows={list(rows)} names a row twice; repeat_first_row copies a row")
+        with self._changing():
+            for layer in self.layers:
+                layer.select_rows(rows)
 
     def repeat_first_row(self, rows: int) -> None:
         """Copy row 0 into each of `rows` rows."""
-        for layer in self.layers:
-            layer.repeat_first_row(rows)
+        with self._changing():
+            for layer in self.layers:
+                layer.repeat_first_row(rows)
 
     def state(self, rows: int | None = None, length: int | None = None) -> list[dict[str, Tensor]]:
         """Return each layer's `KVCache.state`."""
@@ -146,38 +164,65 @@ class Cache:
 
     def restore(self, layers: Sequence[Mapping[str, Tensor]], rows: int, length: int, source: Source) -> None:
         """Replace the contents by `state(rows, length)` of a cache of the same kind and sizes. Raises ValueError."""
-        for layer, state in zip(self.layers, layers, strict=True):
-            layer.restore(state, rows, length)
-        self.source = source
+        with self._changing():
+            for layer, state in zip(self.layers, layers, strict=True):
+                layer.restore(state, rows, length)
+        self.source, self.failed_at = source, None
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def feeding(self, source: Source | None, *, begins: bool) -> Iterator[None]:
-        """Lock the cache for one call of `source`. Pass `begins` if all rows start at 0: old contents do not matter.
+    def feed(self, source: Source, starts: Sequence[int], compute: Callable[[], Fed]) -> Fed:
+        """Return `compute()`, a call of `source` that feeds the rows from `starts` on; the cache is locked meanwhile.
 
-        Raises RuntimeError during another call, and ValueError if the contents come from another source.
+        If all rows start at 0, old contents do not matter. Raises RuntimeError during another call, and ValueError if
+        the contents come from another source, or from a call that did not end: then a text must begin at 0.
         """
-        if not self._call.acquire(blocking=False):
+        with self._one_call(), self._turn:
+            if any(starts):
+                self._check(source)
+            else:
+                self._begin()
+            before, self.failed_at = self.failed_at, min(starts)
+            try:
+                result = compute()
+            except Refused:
+                if len({layer.args.kv_cache for layer in self.layers}) == 1:
+                    self.failed_at = before  # the first layer refused, so none has written
+                raise
+            self.source, self.failed_at = source, None
+        return result
+
+    def _one_call(self) -> AbstractContextManager[bool]:
+        """Return the lock of one call, for `with`, which an interrupt cannot leave locked."""
+        if self._call.locked():
             raise RuntimeError(
                 "this cache is in the middle of another call; wait for it, or give each text a cache of its own: "
                 "model.new_cache(), or cache.copy()"
             )
-        try:
-            before = self.source
-            if begins:
-                self.source = None  # until the call has written all of its keys and values
-            elif before is not None and source is not None and before != source:
-                raise ValueError(_another(before, source))
-            with self._turn:
-                yield
-            self.source = source
-        except BaseException:
-            if begins and not self.empty:
-                self.source = source  # the keys and values that were written come from this caller
-            raise
-        finally:
-            self._call.release()
+        return self._call
+
+    def _begin(self) -> None:
+        """Drop what a call that did not end may have left."""
+        for layer in self.layers if self.failed_at is not None else ():
+            if not layer.keeps_past:
+                layer.reserve(*layer.reserved)
+
+    def _check(self, source: Source) -> None:
+        """Raise ValueError unless `source` can continue the contents."""
+        if self.failed_at is not None:
+            raise ValueError(
+                "the last call that changed this cache did not end, so its contents are not those of one text; feed "
+                "the text again from start_pos=0"
+            )
+        if self.source is not None and self.source != source:
+            raise ValueError(_another(self.source, source))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Let no call continue the contents if the code under `with` does not end."""
+        before, self.failed_at = self.failed_at, 0
+        yield
+        self.failed_at = before
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_call", "_turn")}
@@ -185,10 +230,18 @@ class Cache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _call=Lock(), _turn=RLock())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
+        """Return a copy with memory of its own, which continues with the same model, or its copy if `memo` has one."""
+        shared: list[object] = [one for layer in self.layers for one in (layer.args, layer.rope)]
+        shared += [] if self.source is None else [self.source.weights]
+        made = object.__new__(type(self))
+        made.__setstate__(deepcopy(self.__getstate__(), {id(one): memo.get(id(one), one) for one in shared}))
+        return made
+
 
 def _another(before: Source, now: Source) -> str:
     """Return the message for a call that continues the contents of another source."""
-    if before.weights is not now.weights:
+    if before.weights != now.weights:
         return (
             "this cache was fed by another model, whose keys and values differ; feed the text again from start_pos=0, "
             "or give each model a cache of its own"

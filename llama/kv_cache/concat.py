@@ -5,12 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llama.args import Refused
 from llama.kv_cache.contract import KVCache, last_call
 from llama.rows import Rows
 
 
 class ConcatCache(KVCache, kind="concat"):
     """Grows by concatenation: every step copies all keys and values."""
+
+    keeps_past = True
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
@@ -20,8 +23,9 @@ class ConcatCache(KVCache, kind="concat"):
         if self.keys is not None and self.keys.shape[0] < bsz:
             self.free()  # more rows than before: a new batch, from position 0
         if rows.start is not None:
-            self.keys = xk if self.keys is None else torch.cat((self.keys[:bsz, : rows.start], xk), dim=1)
-            self.values = xv if self.values is None else torch.cat((self.values[:bsz, : rows.start], xv), dim=1)
+            keys = xk if self.keys is None else torch.cat((self.keys[:bsz, : rows.start], xk), dim=1)
+            values = xv if self.values is None else torch.cat((self.values[:bsz, : rows.start], xv), dim=1)
+            self.keys, self.values = keys, values
         else:
             self.keys, self.values = self._resized(self.keys, rows.end, xk), self._resized(self.values, rows.end, xv)
             self._write(rows, xk, xv)
@@ -39,7 +43,7 @@ class ConcatCache(KVCache, kind="concat"):
     def _check_gap(self, furthest: int, *, rows: int) -> None:
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
         if furthest > 0 and (furthest > held or rows > held_rows):
-            raise ValueError(
+            raise Refused(
                 f"the concat cache holds {held_rows} rows of {held} positions, "
                 f"so {rows} rows at position {furthest} would leave a gap"
             )

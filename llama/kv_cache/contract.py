@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import ModelArgs, Refused
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.names import cache_kind, read_kind
 from llama.rope import RopeTable, rotate
@@ -37,6 +37,7 @@ class KVCache:
         shares_memory: copies may share memory with the original, so their calls run one at a time.
         bound: the most positions that it stores; None if there is no limit.
         whole_prompt: what is stored depends on how a prompt is cut into calls.
+        keeps_past: an `update` that stopped anywhere has left the positions before its starts as they were.
         form, default: what PARAMS looks like, and its value if it is left out; for `python -m llama.kv_cache`.
 
     Every tensor attribute without a leading underscore is stored memory: it is counted, freed, copied and saved.
@@ -52,6 +53,7 @@ class KVCache:
     observes: ClassVar[bool] = False  # set for a class that defines or inherits `observe`
     has_rope_starts: ClassVar[bool] = False  # set for a class that defines or inherits `rope_starts`
     whole_prompt: ClassVar[bool] = False
+    keeps_past: ClassVar[bool] = False
     form: ClassVar[str] = ""
     default: ClassVar[str] = ""
     bound: int | None = None
@@ -106,7 +108,7 @@ class KVCache:
         """Store xk and xv, the first of each row at the row's start, and return all keys and values that are stored.
 
         The result is (bsz, kv_len, n_kv_heads, head_dim), up to the end of the furthest row. Past its own end a row is
-        undefined and must not be read. Raises ValueError, before anything is written, if `check` does.
+        undefined and must not be read. Raises Refused, a ValueError, before anything is written, if `check` does.
         """
         raise NotImplementedError
 
@@ -191,14 +193,18 @@ class KVCache:
 
     # ---- rows and positions ------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # a kind may store tensors that were made in it, which can be written nowhere else
     def repeat_first_row(self, rows: int) -> None:
         """Copy row 0 into each of `rows` rows."""
         for name, held in self.held().items():
             if held.shape[0] < rows:
-                setattr(self, name, held[:1].expand(rows, *held.shape[1:]).clone())
+                new = self._allocate((rows, *held.shape[1:]), held.dtype, held.device)
+                new[:] = held[:1]
+                setattr(self, name, new)
             else:
                 held[1:rows] = held[:1]
 
+    @torch.inference_mode()  # as above
     def select_rows(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice."""
         stays = next((place for place, row in enumerate(rows) if place != row), len(rows))
@@ -258,24 +264,24 @@ class KVCache:
         return self.keys
 
     def check(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
-        """Raise ValueError for keys and values that must not be written.
+        """Raise Refused for keys and values that must not be written.
 
         The limits of rows and positions are checked where memory is allocated, by `args.check_room`.
         """
         wanted = (len(rows.starts), rows.width, self.args.n_kv_heads, self.args.head_dim)
         if xk.shape != wanted or xv.shape != wanted:
-            raise ValueError(
+            raise Refused(
                 f"the KV cache takes keys and values of shape {wanted}, not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
         held = xk if self.like is None else self.like
         for new in (xk, xv):
             if new.dtype != held.dtype or new.device != held.device:
-                raise ValueError(
+                raise Refused(
                     f"the KV cache holds {held.dtype} on {held.device}, so it cannot take {new.dtype} on "
                     f"{new.device}; move the model as a whole, or free the cache first"
                 )
         if torch.is_grad_enabled() and (xk.requires_grad or xv.requires_grad):
-            raise ValueError(
+            raise Refused(
                 "gradients cannot flow through the KV cache: set kv_caching=False to train, "
                 "or run the model under torch.inference_mode()"
             )
@@ -305,13 +311,13 @@ class KVCache:
                 raise ValueError(f"{name} of a cache should be {should}, but is {has}")
 
     def _enlarge(self, sizes: dict[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
-        """Move the named buffers into larger ones of these shapes and dtypes. If memory runs out, none has moved."""
+        """Move the named buffers into larger ones of these shapes and dtypes, all at once. An error moves none."""
         made = {name: self._allocate(shape, dtype, device) for name, (shape, dtype) in sizes.items()}
         for name, new in made.items():
             old = getattr(self, name)
             if old is not None:
                 new[: old.shape[0], : old.shape[1]] = old
-            setattr(self, name, new)
+        vars(self).update(made)
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # or the buffer could not be written outside inference mode

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
 from llama.rope import RopeTable
 
@@ -49,17 +49,17 @@ class CountingCache(KVCache):
         raise NotImplementedError
 
     def _refuse_what_is_gone(self, starts: Sequence[int]) -> None:
-        """Raise ValueError for a start that leaves a gap, or that needs positions that were dropped."""
+        """Raise Refused for a start that leaves a gap, or that needs positions that were dropped."""
         for row, start in enumerate(starts):
             end = self._ends[row] if row < len(self._ends) else 0
             if start > end:
-                raise ValueError(
+                raise Refused(
                     f"the cache holds {end} positions of row {row}, so position {start} would leave a gap; "
                     "feed the positions before it first"
                 )
             why = None if row >= len(self._ends) else self._refusal(row, start, end)
             if why is not None:
-                raise ValueError(why)
+                raise Refused(why)
 
     def _note_ends(self, starts: Sequence[int], real: Sequence[int]) -> None:
         self._ends[: len(starts)] = [start + count for start, count in zip(starts, real, strict=True)]

@@ -32,6 +32,10 @@ class Fp8Cache(StaticCache, kind="fp8"):
     def like(self) -> Tensor | None:
         return None if self.keys is None else self._like
 
+    def free(self) -> None:
+        super().free()
+        self._like = None
+
     def position_bytes(self, itemsize: int) -> int:
         return 2 * self.args.n_kv_heads * (self.args.head_dim + SCALES.itemsize)
 

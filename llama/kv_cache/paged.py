@@ -3,7 +3,7 @@
 Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from threading import Lock
@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from llama.args import ModelArgs
+from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -25,15 +25,15 @@ class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
     shares: the number of rows, of all caches, that use each block. spare: the blocks that no row uses; the last one is
-    taken next. left: the tables of deleted caches, whose blocks return to the pool before the next ones are taken:
-    Python may delete a cache in any thread, even in one that has the lock.
+    taken next. stale: a cache was deleted, and its blocks are counted still: Python may delete a cache in any thread,
+    even in one that has the lock. changing: a change is under way, or did not end.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
         self.shares: list[int] = []
         self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
-        self.left: deque[list[int]] = deque()
+        self.stale = self.changing = False
         self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
     def give_back(self, table: list[int]) -> None:
@@ -43,10 +43,22 @@ class Pool:
             if not self.shares[block]:
                 self.spare.append(block)
 
-    def settle(self) -> None:
-        """Return the blocks of deleted caches to the pool. The caller has the lock."""
-        while self.left:
-            self.give_back(self.left.popleft())
+    def begin_change(self) -> None:
+        """Set `changing`; before that, mend the pool if it must be. The caller has the lock, and resets `changing`."""
+        if self.stale or self.changing:
+            self.stale, self.changing = False, True
+            self.count()
+        self.changing = True
+
+    def count(self) -> None:
+        """Give all caches the largest memory, a copy of the others, and count the shares by their tables."""
+        caches = list(self.caches)
+        largest = max(caches, key=lambda cache: 0 if cache.keys is None else len(cache.keys))
+        for cache in caches:
+            cache.keys, cache.values = largest.keys, largest.values
+        held = Counter(block for cache in caches for table in cache.tables for block in table)
+        self.shares = [held[block] for block in range(0 if largest.keys is None else len(largest.keys))]
+        self.spare = [block for block in reversed(range(len(self.shares))) if not self.shares[block]]
 
 
 class PagedCache(KVCache, kind="paged"):
@@ -60,6 +72,7 @@ class PagedCache(KVCache, kind="paged"):
     """
 
     shares_memory = True
+    keeps_past = True
 
     def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
         super().__init__(args, layer, rope)
@@ -93,52 +106,55 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
-        self.pool.left += self.tables
+        self.tables, self.pool.stale = [], True
         with self.pool.lock:
             self.pool.caches.discard(self)
         super().free()
-        self.tables, self.pool = [], Pool(self)
+        self.pool = Pool(self)
 
     def copy(self) -> Self:
         if type(self) is not PagedCache:  # a subclass may have other contents
             return super().copy()
         other = object.__new__(type(self))  # fast: no table of angles is made
         with self.pool.lock:
-            vars(other).update(vars(self))
-            other.tables = [list(table) for table in self.tables]
+            self.pool.begin_change()
+            vars(other).update(vars(self), tables=[list(table) for table in self.tables])
             for block in chain.from_iterable(other.tables):
                 self.pool.shares[block] += 1
             self.pool.caches.add(other)
+            self.pool.changing = False
         return other
 
     def __del__(self) -> None:
         if "pool" in vars(self):  # __init__ may have failed
-            self.pool.left += self.tables
+            self.tables, self.pool.stale = [], True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        held = Counter(chain.from_iterable(self.tables))
         self.pool = Pool(self)  # of its own
-        self.pool.shares += [held[block] for block in range(0 if self.keys is None else len(self.keys))]
-        self.pool.spare += [block for block in reversed(range(len(self.pool.shares))) if not held[block]]
+        self.pool.count()
 
     def repeat_first_row(self, rows: int) -> None:
         """Share the blocks of row 0 with each of `rows` rows."""
         with self.pool.lock:
+            self.pool.begin_change()
             for row in range(1, len(self.tables)):
                 self._give_back(row)
             self.tables = [list(self.tables[0]) for _ in range(rows)]
             for block in self.tables[0]:
                 self.pool.shares[block] += rows - 1
+            self.pool.changing = False
 
     def select_rows(self, rows: Sequence[int]) -> None:
         with self.pool.lock:
+            self.pool.begin_change()
             for row in set(range(len(self.tables))).difference(rows):
                 self._give_back(row)
             self.tables = [self.tables[row] for row in rows]
+            self.pool.changing = False
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return keys and values in order of position, (rows, length, n_kv_heads, head_dim)."""
@@ -183,7 +199,7 @@ class PagedCache(KVCache, kind="paged"):
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
         with self.pool.lock:
-            self.pool.settle()
+            self.pool.begin_change()
             self.tables += [[] for _ in range(len(starts) - len(self.tables))]
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
             left = list(self.pool.shares)  # shares, after the copies that are counted so far
@@ -197,6 +213,7 @@ class PagedCache(KVCache, kind="paged"):
             self._grow(len(needed) - len(self.pool.spare), like)
             for row, place in needed:
                 self._take_one(row, place)
+            self.pool.changing = False
 
     def _take_one(self, row: int, place: int) -> None:
         assert self.keys is not None
@@ -206,21 +223,22 @@ class PagedCache(KVCache, kind="paged"):
         if place == len(table):
             table.append(block)
             return
-        shared, table[place] = table[place], block  # copied on the first write
-        self.pool.shares[shared] -= 1
+        shared = table[place]  # copied on the first write
         self.keys[block], self.values[block] = self.keys[shared], self.values[shared]
+        self.pool.shares[shared] -= 1
+        table[place] = block
 
     def _give_back(self, row: int) -> None:
         self.pool.give_back(self.tables[row])
         self.tables[row] = []
 
     def _grow(self, more: int, like: Tensor) -> None:
-        """Enlarge the pool by at least `more` blocks. Raises ValueError past its limit."""
+        """Enlarge the pool by at least `more` blocks. Raises Refused past its limit."""
         held = 0 if self.keys is None else self.keys.shape[0]
         if more <= 0:
             return
         if self.most_blocks is not None and held + more > self.most_blocks:
-            raise ValueError(
+            raise Refused(
                 f"kv_cache={self.args.kv_cache!r}: {held + more} blocks of {BLOCK} positions are needed, and the pool "
                 f"may have {self.most_blocks}; take a larger pool, fewer rows or shorter texts"
             )

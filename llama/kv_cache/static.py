@@ -16,6 +16,7 @@ class StaticCache(KVCache, kind="static"):
     """
 
     preallocates = True
+    keeps_past = True
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)

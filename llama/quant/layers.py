@@ -5,6 +5,7 @@ results of native code, which computes from the packed bytes. Knows torch and `p
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def quantize_layers(
     activations: their bits in products.
     """
     if hasattr(model, "identity"):
-        model.identity = object()  # type: ignore[assignment]  # caches of the old weights are no longer valid
+        model.identity = deepcopy(model.identity)  # another one: caches of the old weights are no longer valid
     made: dict[Tensor, QuantizedWeight | None] = {}
     for prefix, owner in list(model.named_modules()):
         for name, layer in owner.named_children():

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from threading import Lock
 from typing import Any, cast
@@ -144,17 +144,13 @@ class TorchRanks(Ranks):
         self._together(dist.all_gather, every, own)
         return every
 
-    @contextmanager
-    def one_at_a_time(self) -> Iterator[None]:
-        if not self._generating.acquire(blocking=False):
+    def one_at_a_time(self) -> AbstractContextManager[object]:
+        if self._generating.locked():
             raise RuntimeError(
                 "another generation is under way on these ranks, which would mix with this one; finish or close its "
                 "stream first"
             )
-        try:
-            yield
-        finally:
-            self._generating.release()
+        return self._generating
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         # Through the store, not as tensors: the ranks may differ in the number of collectives to come.

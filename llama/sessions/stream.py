@@ -4,7 +4,6 @@ Knows that a text has one writer at a time; does not know how a token is generat
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +27,17 @@ class SessionStream(Iterator[str]):
         return self._stream.results[0]
 
     def __next__(self) -> str:
-        with self._going_on():
+        self._check()
+        with self._session.in_use(), self._session.model.ranks.one_at_a_time():
+            self._begin()
             _, piece = next(self._stream)
         return piece
 
     def finish(self) -> Completion:
         """Generate the rest, and return the Completion."""
-        with torch.inference_mode(), self._going_on():
+        self._check()
+        with self._session.in_use(), self._session.model.ranks.one_at_a_time(), torch.inference_mode():
+            self._begin()
             self._stream.finish()
         return self.result
 
@@ -42,17 +45,17 @@ class SessionStream(Iterator[str]):
         """End the generation."""
         self._stream.close()
 
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Lock the session. Raises RuntimeError if its text or the model has changed since the last piece."""
+    def _check(self) -> None:
+        """Raise RuntimeError if the session's text or the model has changed since the last piece."""
         session = self._session
         if session.writer is not self._mark or self._model_was != self._model_is():
             raise RuntimeError(
                 "the session's text, or the model, was changed since this stream made its last piece; start a new one"
             )
-        with session.computing(self._kv_caching):
-            session.writer = self._mark
-            yield
+
+    def _begin(self) -> None:
+        self._session.begin_computing(self._kv_caching)
+        self._session.writer = self._mark
 
     def __enter__(self) -> "SessionStream":
         return self
