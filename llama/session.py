@@ -20,6 +20,7 @@ from llama.args import ModelArgs
 from llama.batch import Batch, Token
 from llama.generation import LanguageModel, make_stepper
 from llama.kv_cache import Cache, check_lossless
+from llama.locked import locked
 from llama.request import Options, common_beginning, listing_options, make_request
 from llama.rows import Rows
 from llama.sessions.file import Content, load_session, save_session
@@ -236,16 +237,11 @@ class Session:
         self._held, self._written = content.held, content.written
         self.note = content.note
 
-    def in_use(self) -> AbstractContextManager[bool]:
-        """Return the lock of one call, for `with`, which an interrupt cannot leave locked.
-
-        Raises RuntimeError during another call, in any thread.
-        """
-        if self._lock.locked():
-            raise RuntimeError("this session is in the middle of a call; wait for it, or fork the session")
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a lock for one call. Raises RuntimeError during another call, in any thread."""
         if self._dropped:
             raise ValueError("this session was dropped and cannot be used; make a new one")
-        return self._lock
+        return locked(self._lock, "this session is in the middle of a call; wait for it, or fork the session")
 
     def begin_computing(self, kv_caching: bool | None = None) -> None:
         """Prepare for code that feeds the text: free a cache that cannot be continued.

@@ -22,6 +22,7 @@ from llama.fast.native_library import NativeForward, NativeModel
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache
+from llama.locked import locked
 from llama.model import Transformer
 from llama.rows import Rows
 from llama.sampling import Sampling
@@ -157,7 +158,7 @@ class NativeRunner:
     def run(self, call: NativeCall) -> None:
         """Compute a call, and choose tokens if it does."""
         call.run(self._native)
-        with self._counting:
+        with locked(self._counting):
             self.forwards += 1
 
 

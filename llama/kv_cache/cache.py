@@ -5,7 +5,7 @@ Knows the contract of the kinds; does not know models, files or generation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from threading import Lock, RLock
@@ -17,9 +17,14 @@ from torch import Tensor
 from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
 from llama.kv_cache.names import kinds_by_layer
+from llama.locked import locked
 from llama.rope import RopeTable
 
 Fed = TypeVar("Fed")
+TAKEN = (
+    "this cache is in the middle of another call; wait for it, or give each text a cache of its own: "
+    "model.new_cache(), or cache.copy()"
+)
 
 
 class Source(NamedTuple):
@@ -105,20 +110,22 @@ class Cache:
         with self._changing():
             for layer in self.layers:
                 layer.reserve(rows, length)
-        self.source = self.failed_at = None
+            self.source = None
+        self.failed_at = None
 
     def free(self) -> None:
         """Free all memory until the next call."""
         with self._changing():
             for layer in self.layers:
                 layer.free()
-        self.source = self.failed_at = None
+            self.source = None
+        self.failed_at = None
 
     # ---- rows and positions ------------------------------------------------------------------------------------------
 
     def copy(self) -> "Cache":
         """Return an independent cache with the same contents. Some kinds share memory until one is written."""
-        with self._one_call(), self._turn:
+        with locked(self._call, TAKEN), locked(self._turn):
             made = Cache([layer.copy() for layer in self.layers], self.kind)
             made.source, made.failed_at = self.source, self.failed_at
         if any(layer.shares_memory for layer in self.layers):
@@ -167,7 +174,8 @@ class Cache:
         with self._changing():
             for layer, state in zip(self.layers, layers, strict=True):
                 layer.restore(state, rows, length)
-        self.source, self.failed_at = source, None
+            self.source = source
+        self.failed_at = None
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +185,7 @@ class Cache:
         If all rows start at 0, old contents do not matter. Raises RuntimeError during another call, and ValueError if
         the contents come from another source, or from a call that did not end: then a text must begin at 0.
         """
-        with self._one_call(), self._turn:
+        with locked(self._call, TAKEN), locked(self._turn):
             if any(starts):
                 self._check(source)
             else:
@@ -191,15 +199,6 @@ class Cache:
                 raise
             self.source, self.failed_at = source, None
         return result
-
-    def _one_call(self) -> AbstractContextManager[bool]:
-        """Return the lock of one call, for `with`, which an interrupt cannot leave locked."""
-        if self._call.locked():
-            raise RuntimeError(
-                "this cache is in the middle of another call; wait for it, or give each text a cache of its own: "
-                "model.new_cache(), or cache.copy()"
-            )
-        return self._call
 
     def _begin(self) -> None:
         """Drop what a call that did not end may have left."""

@@ -173,9 +173,7 @@ class KVCache:
 
     def free(self) -> None:
         """Free all memory until the next update."""
-        for name in self.held():
-            setattr(self, name, None)
-        self.reserved = (0, 0)
+        vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0))
 
     def held(self) -> dict[str, Tensor]:
         """Return the stored tensors by the names of their attributes."""
@@ -196,13 +194,14 @@ class KVCache:
     @torch.inference_mode()  # a kind may store tensors that were made in it, which can be written nowhere else
     def repeat_first_row(self, rows: int) -> None:
         """Copy row 0 into each of `rows` rows."""
+        made = {}
         for name, held in self.held().items():
             if held.shape[0] < rows:
-                new = self._allocate((rows, *held.shape[1:]), held.dtype, held.device)
-                new[:] = held[:1]
-                setattr(self, name, new)
+                made[name] = self._allocate((rows, *held.shape[1:]), held.dtype, held.device)
+                made[name][:] = held[:1]
             else:
                 held[1:rows] = held[:1]
+        vars(self).update(made)
 
     @torch.inference_mode()  # as above
     def select_rows(self, rows: Sequence[int]) -> None:
@@ -241,8 +240,7 @@ class KVCache:
             self._check_state(state, rows, length)
         elif state.keys() - names:
             raise ValueError(f"the state of a cache has {sorted(state)}, but this kind stores {sorted(names)}")
-        for name, tensor in state.items():
-            setattr(self, name, tensor)
+        vars(self).update(state)
 
     def written(self, name: str, length: int) -> int | None:
         """Return the size of a stored tensor's second dimension that a text of `length` positions has written.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
+from llama.locked import locked
 from llama.rope import RopeTable
 from llama.rows import Rows
 
@@ -107,7 +108,7 @@ class PagedCache(KVCache, kind="paged"):
 
     def free(self) -> None:
         self.tables, self.pool.stale = [], True
-        with self.pool.lock:
+        with locked(self.pool.lock):
             self.pool.caches.discard(self)
         super().free()
         self.pool = Pool(self)
@@ -116,7 +117,7 @@ class PagedCache(KVCache, kind="paged"):
         if type(self) is not PagedCache:  # a subclass may have other contents
             return super().copy()
         other = object.__new__(type(self))  # fast: no table of angles is made
-        with self.pool.lock:
+        with locked(self.pool.lock):
             self.pool.begin_change()
             vars(other).update(vars(self), tables=[list(table) for table in self.tables])
             for block in chain.from_iterable(other.tables):
@@ -139,7 +140,7 @@ class PagedCache(KVCache, kind="paged"):
 
     def repeat_first_row(self, rows: int) -> None:
         """Share the blocks of row 0 with each of `rows` rows."""
-        with self.pool.lock:
+        with locked(self.pool.lock):
             self.pool.begin_change()
             for row in range(1, len(self.tables)):
                 self._give_back(row)
@@ -149,7 +150,7 @@ class PagedCache(KVCache, kind="paged"):
             self.pool.changing = False
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        with self.pool.lock:
+        with locked(self.pool.lock):
             self.pool.begin_change()
             for row in set(range(len(self.tables))).difference(rows):
                 self._give_back(row)
@@ -198,7 +199,7 @@ class PagedCache(KVCache, kind="paged"):
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
-        with self.pool.lock:
+        with locked(self.pool.lock):
             self.pool.begin_change()
             self.tables += [[] for _ in range(len(starts) - len(self.tables))]
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken

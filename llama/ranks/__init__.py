@@ -36,7 +36,7 @@ class Ranks:
         """Return rank 0's x."""
         return self.gather(x)[0]
 
-    def one_at_a_time(self) -> AbstractContextManager[object]:
+    def one_at_a_time(self) -> AbstractContextManager[None]:
         """Return a context for one generation at a time: two would interleave their collective operations."""
         return nullcontext()
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama.locked import locked
 from llama.ranks import ALONE, Ranks
 
 LONGEST_TIMEOUT = 1e9  # seconds; a clock cannot add many more
@@ -144,13 +145,12 @@ class TorchRanks(Ranks):
         self._together(dist.all_gather, every, own)
         return every
 
-    def one_at_a_time(self) -> AbstractContextManager[object]:
-        if self._generating.locked():
-            raise RuntimeError(
-                "another generation is under way on these ranks, which would mix with this one; finish or close its "
-                "stream first"
-            )
-        return self._generating
+    def one_at_a_time(self) -> AbstractContextManager[None]:
+        return locked(
+            self._generating,
+            "another generation is under way on these ranks, which would mix with this one; finish or close its stream "
+            "first",
+        )
 
     def agree(self, facts: Callable[[], Mapping[str, object]]) -> None:
         # Through the store, not as tensors: the ranks may differ in the number of collectives to come.
