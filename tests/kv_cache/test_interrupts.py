@@ -4,29 +4,106 @@ import random
 
 import pytest
 import torch
-from interrupts import Texts
-from oracles import tiny_model
+from interrupts import Sessions, Texts, failing_at
+from oracles import some_tokens, tiny_model
 
-KINDS = ["static", "concat", "paged", "paged:40", "int8", "int4", "window:20+3", "rotated:k4v3+2", "kivi:2+16", "fp8"]
-KINDS += ["quest:16", "static@0;int4", "random", "adakv:0.3", "h2o:20", "tova", "knorm", "keydiff", "lagkv"]
-KINDS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]
-INTERRUPTS = 10_000  # of all kinds
+KINDS = ["static", "concat", "paged", "int8", "window:20+3", "fp8", "quest:16", "static@0;int4", "h2o:20"]
+OTHERS = ["paged:40", "int4", "rotated:k4v3+2", "kivi:2+16", "random", "adakv:0.3", "tova", "knorm", "keydiff", "lagkv"]
+OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
+EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+INTERRUPTS = 10_000  # of all kinds, half of them in sessions
 
 
 @torch.inference_mode()
-def interrupt(kind: str, count: int) -> None:
+def interrupt_caches(kind: str, count: int) -> None:
     model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32)
     texts, dice = Texts(model, kind), random.Random(kind)
     for _ in range(count):
         texts.interrupt(dice)
 
 
-@pytest.mark.parametrize("kind", ["static", "paged", "int8", "h2o:20"])
+def interrupt_sessions(kind: str, count: int) -> None:
+    model = tiny_model(vocab_size=258, head_dim=32, max_seq_len=160).requires_grad_(False)
+    sessions, dice = Sessions(model, kind), random.Random(kind)
+    for _ in range(count):
+        sessions.interrupt(dice)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "int8"])
 def test_after_an_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt(kind, 6)
+    interrupt_caches(kind, 4)
+
+
+@pytest.mark.parametrize("kind", ["static", "paged", "int8"])
+def test_after_an_interrupt_a_session_goes_on(kind: str) -> None:
+    interrupt_sessions(kind, 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
 def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt(kind, INTERRUPTS // len(KINDS) + 1)
+    interrupt_caches(kind, INTERRUPTS // 2 // len(EVERY) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_after_any_interrupt_a_session_goes_on(kind: str) -> None:
+    interrupt_sessions(kind, INTERRUPTS // 2 // len(EVERY) + 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("whose", ["another model", "another text"])
+@pytest.mark.parametrize("layer", [0, 1], ids=["before writing", "in the middle of writing"])
+@pytest.mark.parametrize("kind", EVERY)
+def test_after_a_call_from_0_that_failed_nobody_goes_on(kind: str, layer: int, whose: str) -> None:
+    models = [tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32) for _ in range(2)]
+    first, second = some_tokens(1, 41), some_tokens(1, 41, seed=1)
+    cache, fails = models[0].new_cache(kind), models[whose == "another model"]
+    models[0](first[:, :40], cache=cache)
+    with failing_at(fails.layers[layer], ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        fails(second[:, :40], cache=cache)
+    for model in models:
+        for text in (first, second):
+            with pytest.raises(ValueError, match=r"did not end.* feed the text again from start_pos=0"):
+                model(text[:, 40:], 40, cache=cache)
+    model, other = models[1], models[1].new_cache(kind)
+    for start, end in ((0, 40), (40, 41)):
+        expected = model(second[:, start:end], start, cache=other)
+        assert torch.equal(model(second[:, start:end], start, cache=cache), expected)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", EVERY)
+def test_after_a_step_that_failed_a_text_goes_on_from_where_the_cache_can_be_truncated(kind: str) -> None:
+    model, text = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32), some_tokens(1, 60)
+    cache, other = (model.new_cache(kind) for _ in range(2))
+    for one in (cache, other):
+        model(text[:, :40], cache=one)
+    with failing_at(model.layers[1], MemoryError), pytest.raises(MemoryError):
+        model(text[:, 40:50], 40, cache=cache)
+    for start in (40, 50):
+        with pytest.raises(ValueError, match="did not end"):
+            model(text[:, start:], start, cache=cache)
+    assert not cache.truncate(50)
+    assert cache.truncate(40) == all(layer.keeps_past for layer in cache.layers)
+    if cache.failed_at is None:
+        assert torch.equal(model(text[:, 40:], 40, cache=cache), model(text[:, 40:], 40, cache=other))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["static", "concat", "int8", "window:20+3", "static@0;int8"])
+def test_a_refused_write_leaves_the_cache_as_it_was_unless_an_earlier_layer_wrote(kind: str) -> None:
+    model, text = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32), some_tokens(1, 60)
+    cache = model.new_cache(kind, max_seq_len=50)
+    model(text[:, :49], cache=cache)
+    for wrong in (20, 55):
+        if wrong == 55 or kind in ("int8", "window:20+3", "static@0;int8"):
+            with pytest.raises(ValueError, match=r"gap|from 0|max_seq_len=50|did not end"):
+                model(text[:, wrong : wrong + 1], wrong, cache=cache)
+    if kind == "static@0;int8":
+        with pytest.raises(ValueError, match="did not end"):
+            model(text[:, 49:50], 49, cache=cache)
+    else:
+        other = model.new_cache(kind, max_seq_len=50)
+        model(text[:, :49], cache=other)
+        assert torch.equal(model(text[:, 49:50], 49, cache=cache), model(text[:, 49:50], 49, cache=other))

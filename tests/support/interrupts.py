@@ -6,13 +6,14 @@ An interrupt is an exception that is raised before the n-th line that runs insid
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from fakes import Bytes
-from torch import Tensor
+from torch import Tensor, nn
 
 import llama
 from llama.kv_cache import Cache, PagedCache
@@ -221,3 +222,17 @@ class Sessions:
         session.feed([*text, 5])
         assert session.logits is not None
         yield session.logits
+
+
+@contextmanager
+def failing_at(module: nn.Module, error: type[BaseException]) -> Iterator[None]:
+    """Raise an error before a module computes."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    hook = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
