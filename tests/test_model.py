@@ -3,12 +3,14 @@
 import copy
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from fakes import Ids
 from oracles import (
     FP64_TOLERANCE,
     bits,
@@ -413,6 +415,18 @@ def test_pytorchs_compiler_takes_the_model_with_frozen_weights(kv_caching: bool)
         torch.testing.assert_close(torch.compile(model)(tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["static", "concat"])
+def test_pytorchs_compiler_takes_a_cache_whose_sizes_change(kind: str) -> None:
+    model, tokens = tiny_model(dtype=torch.float32, kv_cache=kind).requires_grad_(False), some_tokens(2, 12)
+    compiled, cache, other = torch.compile(model, backend="eager"), model.new_cache(), model.new_cache()
+    with torch.inference_mode():
+        for start, end in ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11)):
+            made = compiled(tokens[:, start:end], start, cache=cache)
+            torch.testing.assert_close(made, model(tokens[:, start:end], start, cache=other), rtol=0, atol=1e-4)
+
+
 def test_a_layer_that_stands_twice_in_a_model_has_a_cache_for_each_place() -> None:
     model = tiny_model().requires_grad_(False)
     model.layers[1] = model.layers[0]
@@ -461,6 +475,101 @@ def test_a_cache_of_one_layer_twice_is_refused() -> None:
     cache.layers[1] = cache.layers[0]
     with pytest.raises(ValueError, match="the cache has 1 layers of its own, and the model 2"):
         model(some_tokens(1, 3), cache=cache)
+
+
+def test_a_cache_with_other_layers_than_the_model_is_refused_at_every_position() -> None:
+    model, tokens = tiny_model(n_layers=3).requires_grad_(False), some_tokens(1, 5)
+    cache = model.new_cache()
+    model(tokens[:, :3], cache=cache)
+    del model.layers[-1]
+    for start in (0, 3):
+        with pytest.raises(ValueError, match="the cache has 3 layers of its own, and the model 2"):
+            model(tokens[:, start : start + 1], start, cache=cache)
+
+
+DUPLICATES: dict[str, Callable[[Any], Any]] = {
+    "deep copy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("how", DUPLICATES)
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int4", "window:8+2", "h2o:4", "static@0;fp8"])
+def test_a_deep_copied_or_unpickled_cache_goes_on_with_the_model_that_fed_it(kind: str, how: str) -> None:
+    duplicate = DUPLICATES[how]
+    model, tokens = tiny_model(head_dim=32, max_seq_len=64).requires_grad_(False), some_tokens(1, 41)
+    cache = model.new_cache(kind)
+    model(tokens[:, :40], cache=cache)
+    made, (other, with_it) = duplicate(cache), duplicate((model, cache))
+    for owner, one in ((model, made), (other, with_it)):
+        assert torch.equal(owner(tokens[:, 40:], 40, cache=one), model(tokens[:, 40:], 40, cache=cache.copy()))
+    places = [{held.data_ptr() for held in one.layers[0].held().values() if held.nbytes} for one in (made, cache)]
+    assert places[0].isdisjoint(places[1])
+    if how == "deep copy":
+        with pytest.raises(ValueError, match="fed by another model"):
+            other(tokens[:, 40:], 40, cache=made)
+
+
+@pytest.mark.parametrize("kind", ["concat", "static", "paged", "int8", "window:8+2", "h2o:4", "quest:16"])
+def test_a_cache_that_was_fed_in_inference_mode_is_used_outside_of_it(kind: str) -> None:
+    model, tokens = tiny_model(head_dim=32, max_seq_len=64).requires_grad_(False), some_tokens(3, 42)
+
+    def fed(inference: bool) -> list[Tensor]:
+        cache, made = model.new_cache(kind), []
+        for change in (lambda: cache.select_rows([2, 1]), lambda: cache.repeat_first_row(3)):
+            with torch.inference_mode(inference):
+                model(tokens[:, :40], cache=cache)
+                cache.repeat_first_row(4)
+                cache.select_rows([0, 2, 3])
+                model(tokens[:, 40:41], 40, cache=cache)
+            change()
+            rows = 2 if len(made) == 0 else 3
+            made.append(model(tokens[:rows, 41:], [41] * rows, cache=cache))
+        return made
+
+    assert all(map(torch.equal, fed(inference=True), fed(inference=False)))
+
+
+@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "h2o:4"])
+def test_a_row_that_is_named_twice_is_refused(kind: str) -> None:
+    model, tokens = tiny_model(head_dim=32, max_seq_len=64).requires_grad_(False), some_tokens(2, 41)
+    cache = model.new_cache(kind)
+    model(tokens[:, :40], cache=cache)
+    other = cache.copy()
+    with pytest.raises(ValueError, match=r"rows=\[0, 0\] names a row twice; repeat_first_row copies a row"):
+        cache.select_rows([0, 0])
+    assert torch.equal(model(tokens[:, 40:], 40, cache=cache), model(tokens[:, 40:], 40, cache=other))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_refuses_what_would_wait_for_ever() -> None:
+    """Each use of a model that the parent made; SIGALRM ends a child that waits."""
+    model, ids = tiny_model().requires_grad_(False), [[1, 2, 3]]
+    session = model.session(Ids())
+    session.feed([1, 2])
+    uses: dict[str, Callable[[], object]] = {
+        "the model": lambda: model.generate_tokens(ids, 2),
+        "its twin": lambda: model.generate_tokens(ids, 2, kv_caching=False),
+        "a copy": lambda: copy.copy(model).generate_tokens(ids, 2),
+        "a deep copy": lambda: copy.deepcopy(model).generate_tokens(ids, 2),
+        "a pickle": lambda: pickle.loads(pickle.dumps(model)).generate_tokens(ids, 2),
+        "a session": lambda: session.generate(2),
+        "a session's twin": lambda: session.generate(2, kv_caching=False),
+    }
+    for name, use in uses.items():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            torch.set_num_threads(2)
+            try:
+                use()
+            except RuntimeError as why:
+                os._exit(0 if "this process was forked" in str(why) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, name
 
 
 def test_a_cache_is_refused_while_the_switch_is_off() -> None:

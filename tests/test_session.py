@@ -22,6 +22,7 @@ from llama.session import Session
 GREEDY: Options = {"temperature": 0.0}
 LOSSLESS = ("static", "concat", "paged")
 KINDS = (*LOSSLESS, "int8", "int4", "window:20+3")
+EVERY = (*KINDS, "rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16", "adakv:0.3", "h2o:20", "tova", "snapkv:30", "random")
 ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
 TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"
 
@@ -284,6 +285,25 @@ def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
     assert session.feed(TEXT) == len(TEXT) + 1
 
 
+@pytest.mark.parametrize("kv_cache", [*EVERY, "forgetful"])
+def test_rows_may_begin_with_a_session_that_was_rewound(kv_cache: str) -> None:
+    """The cache is truncated, or fed again, and the session can still go on."""
+    model, session = made(kv_cache, text=TEXT)
+    for position in (70, 33):
+        session.rewind(position)
+        fed, fresh = session.fed, model.session(Bytes(), kv_cache=kv_cache)
+        fresh.feed(session.tokens)
+        rows = [ids(" one"), ids(" and two")]
+        made_of = model.generate_tokens(rows, 4, prefix=session, **GREEDY)[0]
+        assert list(map(len, made_of)) == [4, 4]
+        if kv_cache in (*LOSSLESS, "forgetful"):
+            assert made_of == [whole(model, [*session.tokens, *row], 4) for row in rows]
+        elif session.fed - fed == position:  # all was fed again
+            assert made_of == model.generate_tokens(rows, 4, prefix=fresh, **GREEDY)[0]
+        session.append("!")
+        session.rewind(position)
+
+
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +354,7 @@ def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
     session.generate(3, on_step=lambda _: copies.append(copy.deepcopy(session)), **GREEDY)
     copies[0].feed(TEXT + "!")
     assert copies[0].tokens == ids(TEXT + "!")
+    assert copies[0].fed == session.fed + 1 - 2  # only what was new
 
 
 def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ class Pool:
         self.stale = self.changing = False
         self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
+    def users(self) -> list["PagedCache"]:
+        """Return the caches that use the pool; a cache that was freed has another one."""
+        return [cache for cache in self.caches if cache.pool is self]
+
     def give_back(self, table: list[int]) -> None:
         """Return a row's blocks to the pool. The caller has the lock."""
         for block in table:
@@ -53,7 +57,7 @@ class Pool:
 
     def count(self) -> None:
         """Give all caches the largest memory, a copy of the others, and count the shares by their tables."""
-        caches = list(self.caches)
+        caches = self.users()
         largest = max(caches, key=lambda cache: 0 if cache.keys is None else len(cache.keys))
         for cache in caches:
             cache.keys, cache.values = largest.keys, largest.values
@@ -107,11 +111,9 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
-        self.tables, self.pool.stale = [], True
         with locked(self.pool.lock):
-            self.pool.caches.discard(self)
-        super().free()
-        self.pool = Pool(self)
+            self.pool.stale = True
+            vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], pool=Pool(self))
 
     def copy(self) -> Self:
         if type(self) is not PagedCache:  # a subclass may have other contents
@@ -245,7 +247,7 @@ class PagedCache(KVCache, kind="paged"):
             )
         size = self._enlarged(held, held + more)
         self._enlarge(self.sizes(size, BLOCK, like), like.device)
-        for cache in self.pool.caches:
+        for cache in self.pool.users():
             cache.keys, cache.values = self.keys, self.values
         self.pool.shares += [0] * (size - held)
         self.pool.spare[:0] = range(size - 1, held - 1, -1)
