@@ -166,7 +166,8 @@ def check_free(cache: Cache, where: str) -> None:
 class Sessions:
     """A session, and acts on forks of it that are interrupted."""
 
-    def __init__(self, model: Transformer, kind: str) -> None:
+    def __init__(self, model: Transformer, kind: str, *, tolerance: float = 1e-8) -> None:
+        self.tolerance = tolerance
         self.model, self.kind, stream = model, kind, torch.Generator().manual_seed(0)
         ids = torch.randint(1, model.args.vocab_size, (PROMPT + FED,), generator=stream).tolist()
         self.base = self._fresh(ids[:PROMPT])
@@ -200,7 +201,7 @@ class Sessions:
         assert session.tokens == [*text, 5]
         assert session.logits is not None
         found = session.logits
-        assert any(torch.allclose(found, wanted, atol=1e-8) for wanted in self._possible(text)), where
+        assert any(torch.allclose(found, wanted, atol=self.tolerance) for wanted in self._possible(text)), where
 
     def _possible(self, text: list[int]) -> Iterator[Tensor]:
         """Yield the logits after a text and one more token, for each way to cut it into calls."""
