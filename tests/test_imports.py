@@ -28,7 +28,7 @@ FILES = [
 
 # The core: the model, its cache, the loop. It knows no folder but kv_cache and ranks, except where its row says so.
 CORE = (
-    "args rope ops layers rows kv_cache ranks switches model "
+    "args rope ops layers rows locked kv_cache ranks switches model "
     "batch generation sampling request streaming session stepper"
 )
 
