@@ -220,12 +220,13 @@ class Sessions:
             session.feed([*text, 5])
             assert session.logits is not None
             yield session.logits
-        session = self.base.fork()
-        session.generate(max(new - 2, 1), temperature=0.0)
-        session.feed(text)
-        session.feed([*text, 5])
-        assert session.logits is not None
-        yield session.logits
+        for count in (new - 2, new):  # the newest token was fed by itself
+            session = self.base.fork()
+            session.generate(max(count, 1), temperature=0.0)
+            session.feed(text)
+            session.feed([*text, 5])
+            assert session.logits is not None
+            yield session.logits
 
 
 @contextmanager
