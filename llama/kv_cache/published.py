@@ -238,7 +238,7 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
                 raise ValueError(self._bad(what)) from error
 
     def score(self, attended: Attended) -> Tensor:
-        return by_kv_head(attended.attention(min(SnapKVCache.window, attended.rows.width)).mean(1), attended)
+        return by_kv_head(attended.attention(SnapKVCache.window).mean(1), attended)
 
     def choose(self, scores: Tensor, budget: int) -> Tensor:
         kept = torch.ones_like(scores, dtype=torch.bool)
