@@ -70,7 +70,7 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
     if loaded is None:
-        raise NoNativeCode(f"{library}, compiled by {_compiler()}, cannot be loaded")
+        raise NoNativeCode(f"{library}, compiled by {find_compiler()}, cannot be loaded")
     return loaded
 
 
@@ -123,8 +123,8 @@ def _is_whole(library: Path, digest: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest().encode() == digest.read_bytes()
 
 
-def _compiler() -> str | None:
-    """Return the compiler to call, with its flags: the user's, or the first one found."""
+def find_compiler() -> str | None:
+    """Return the compiler to call, with its flags: the user's, or the first one found; None if there is none."""
     return _own_compiler() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
@@ -134,7 +134,7 @@ def _own_compiler() -> str:
 
 
 def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) -> None:
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
     logger.info("compiling %s with %s, once: up to half a minute", source.name, compiler)

@@ -4,7 +4,6 @@ import html
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import Here, jobs_here, run_of
+from native import needs_a_compiler
 
 from llama import cli
 from llama.bench import plan, presets, single
@@ -135,13 +135,12 @@ def test_a_sweep_measures_every_curve_up_to_the_models_limit(base: Cell, tmp_pat
 ENGINES = ["transformers", "llama.cpp", "llama.cpp:int8", "llama:fast", "llama:fast:int8"]
 
 
+@needs_a_compiler
 @pytest.mark.slow
 def test_one_table_holds_every_engine_in_every_mode_that_it_has(
     base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llama_cpp")
-    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
-        pytest.skip("needs a C++ compiler")
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
     words += [word for engine in ENGINES for word in ("--engine", engine)]
     assert run(*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "0") == 0

@@ -1,7 +1,6 @@
 """Models with native code, their plain twins, and the folder of the code, which is compiled once for all tests."""
 
 import platform
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,7 @@ from llama.quant.layers import quantize_layers
 from llama.quant.packed import PackedWeight
 
 needs_a_compiler = pytest.mark.skipif(
-    shutil.which("c++") is None, reason="there is no C++ compiler, so there is no native code"
+    native_build.find_compiler() is None, reason="there is no C++ compiler, so there is no native code"
 )
 FOLDER = cache_dir() / "native"  # that of the commands: one build serves both
 VOCAB = 101  # not a multiple of any size in native code
