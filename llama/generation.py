@@ -18,7 +18,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
-from llama.request import Limits, Options, Step, listing_options, make_request
+from llama.request import Limits, Options, Step, check_scored, listing_options, make_request
 from llama.rows import Rows
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -233,8 +233,10 @@ def _batch(
     _check_device(model, options.get("device"))
     prefix = options.get("prefix")
     if prefix is None:
-        bound = model.new_cache(options.get("kv_cache")).bound
-        request = make_request(model.args, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=bound)
+        empty = model.new_cache(options.get("kv_cache"))
+        limits, caching = model.args, model.kv_caching
+        request = make_request(limits, caching, prompts, max_gen_len, stop_ids, options, bound=empty.bound)
+        check_scored(request, empty)
         return Batch(request), None
     if prefix.model is not model:
         raise ValueError("prefix is a session of another model; give one of this model's")

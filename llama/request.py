@@ -152,12 +152,15 @@ def make_request(
     """Return the checked options. Raises ValueError, and TypeError for an unknown option.
 
     `limits` and `kv_caching` are the model's; `bound` is the most positions that its cache stores, None without a
-    limit. The caller checks `options["device"]` and the name `options["kv_cache"]`.
+    limit. The caller checks `options["device"]`, the name `options["kv_cache"]`, and `check_scored`.
     """
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
         known = ", ".join(Options.__annotations__)
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; there are {known}, stop_ids and, for text, stop")
+        raise TypeError(
+            f"unknown option {', '.join(sorted(unknown))}; there are {known}; generate_tokens also has stop_ids, and "
+            "calls that return text have stop, and end at the tokenizer's stop tokens"
+        )
     rest: dict[str, Any] = {name: value for name, value in options.items() if name not in ("device", "prefix")}
     sampling = Sampling(**{f.name: rest.pop(f.name) for f in fields(Sampling) if f.name in rest})
     for name in ("kv_caching", "logprobs", "echo", "share_prefix"):
@@ -177,8 +180,6 @@ def make_request(
     max_new = _max_new(max_gen_len, len(ids))
     if bound is None or not caching:
         _check_lengths(limits, ids, max_new)
-    elif rest.get("echo") and rest.get("logprobs"):
-        _check_scored(ids, bound)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
     return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
 
@@ -229,9 +230,12 @@ def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
     return max_new
 
 
-def _check_scored(prompts: list[list[int]], bound: int) -> None:
-    """Raise ValueError for log-probabilities of a prompt that depend on positions that the cache drops."""
-    for row, prompt in enumerate(prompts):
+def check_scored(request: Request, cache: Cache) -> None:
+    """Raise ValueError for log-probabilities of a prompt that depend on positions that a layer of the cache drops."""
+    if not (request.kv_caching and request.echo and request.logprobs):
+        return
+    bound = min((layer.bound for layer in cache.layers if layer.bound is not None), default=request.longest)
+    for row, prompt in enumerate(request.prompts):
         if len(prompt) > bound:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens, whose log-probabilities depend on positions that this cache "

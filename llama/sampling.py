@@ -5,7 +5,8 @@ other rows.
 """
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,25 +160,33 @@ def choose_ahead(
     return chosen, sure
 
 
-def check_seed(seed: object) -> None:
-    """Raise ValueError unless a PyTorch generator accepts `seed`."""
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
+def check_seed(seed: object) -> int:
+    """Return `seed` as an int, also one of NumPy; raise ValueError unless a PyTorch generator accepts it."""
+    whole = whole_number(seed)
+    if whole is None or not -(2**63) <= whole < 2**64:
+        raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1, or a list of them")
+    return whole
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number as an int, also one of NumPy or PyTorch; None for any other value, such as True."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def row_streams(seed: int | Sequence[int] | None, rows: int) -> list[torch.Generator]:
     """Return a CPU generator per row, seeded with seed + row, with the row's item of a list, or randomly for None."""
     if seed is None:
         seeds = [torch.Generator().seed() for _ in range(rows)]
-    elif isinstance(seed, int):
-        seeds = [seed + row for row in range(rows)]
+    elif (first := whole_number(seed)) is not None:
+        seeds = [first + row for row in range(rows)]
     else:
-        seeds = list(seed)
+        seeds = list(seed) if isinstance(seed, Iterable) else [check_seed(seed)]
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds were given for {rows} rows; give one int, or one seed per row")
-    for seed in seeds:
-        check_seed(seed)
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
+    return [torch.Generator().manual_seed(check_seed(seed)) for seed in seeds]
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Number) -> Tensor:

@@ -450,6 +450,8 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
     *[(TWO, bad, {}, "whole number of at least 0") for bad in ([1, -1], [1, True], [1, 1.5], [2, None])],
     (TWO, [3], {}, "1 lengths were given for 2 prompts"),
     (ONE, 4, {"seed": [1, 2]}, "2 seeds were given for 1 rows"),
+    *[(ONE, 4, {"seed": bad}, f"seed={bad!r} must be a whole number") for bad in (True, 1.5, "x")],
+    (ONE, 4, {"seed": [True]}, "seed=True must be a whole number"),
     (ONE, 4, {"top_p": 2}, "top_p=2"),
     (ONE, 4, {"temperature": -1}, "temperature=-1"),
     (ONE, 4, {"stop_ids": 5}, "stop_ids must be lists of token ids"),
@@ -505,6 +507,12 @@ def test_settings_are_refused_when_a_stream_is_asked_for_and_not_when_it_is_read
 def test_an_unknown_option_is_refused_by_name(unknown: str) -> None:
     with pytest.raises(TypeError, match=f"unknown option {unknown}"):
         scripted([1]).generate_tokens([[1]], 1, **{unknown: [[2]]})  # type: ignore[arg-type]
+
+
+def test_stop_ids_for_a_text_are_refused_with_the_call_that_takes_them() -> None:
+    for call in (scripted([1]).generate, scripted([1]).stream):
+        with pytest.raises(TypeError, match=r"unknown option stop_ids; .*; generate_tokens also has stop_ids, and "):
+            call(Bytes(), "a", 1, stop_ids=[2])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("prompts", [[1, 2], None, [None], 3])

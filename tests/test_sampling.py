@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -368,10 +369,15 @@ def test_row_i_has_the_stream_of_seed_plus_i_and_a_list_gives_each_row_its_own()
     assert [stream.initial_seed() for stream in row_streams([5, 1, 5], 3)] == [5, 1, 5]
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, [0, 1.5], [0, None], [0, "1"]])
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, True, [True, 0], 1.5, "12", [0, 1.5], [0, None], [0, "1"]])
 def test_a_seed_that_no_stream_can_have_is_refused_with_the_limits(seed: Any) -> None:
     with pytest.raises(ValueError, match=r"must be a whole number from -2\*\*63 to 2\*\*64 - 1"):
         row_streams(seed, 2)
+
+
+@pytest.mark.parametrize("seed", [numpy.int64(3), torch.tensor(3), numpy.array([3, 4]), torch.tensor([3, 4])])
+def test_a_seed_may_be_any_kind_of_whole_number(seed: Any) -> None:
+    assert [stream.initial_seed() for stream in row_streams(seed, 2)] == [3, 4]
 
 
 def test_the_largest_and_the_smallest_seed_are_taken() -> None:

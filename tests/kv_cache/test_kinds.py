@@ -377,6 +377,17 @@ def test_limits_of_a_kind_count_what_it_holds() -> None:
     assert model.generate_tokens([list(range(12))], 2, echo=True, logprobs=True)
 
 
+@pytest.mark.parametrize("kind", ["window:20+2@0;window:10+2", "window:10+2@0;static", "window:10+2@1;int8"])
+def test_echoed_log_probabilities_need_every_layer_to_hold_the_prompt(kind: str) -> None:
+    model = tiny_model(kv_cache="static")
+    options: dict[str, Any] = {"kv_cache": kind, "echo": True, "logprobs": True}
+    with pytest.raises(ValueError, match=r"prompt 0 has 13 tokens, .* this cache drops: it holds 12"):
+        model.generate_tokens([list(range(13))], 2, **options)
+    assert model.generate_tokens([list(range(12))], 2, **options)
+    assert model.generate_tokens([list(range(13))], 2, **{**options, "kv_caching": False})
+    assert model.generate_tokens([list(range(13))], 2, **{**options, "logprobs": False})
+
+
 @pytest.mark.parametrize("gives", ["nothing", "another dtype", "an error"])
 def test_whatever_a_kind_makes_somebody_raise_is_told_with_the_claim(gives: str) -> None:
     name = f"odd_{gives.replace(' ', '_')}"

@@ -63,6 +63,7 @@ class Rested:
     reserved: tuple[int, int]
     rows: list[int]
     bound: None = None
+    layers: tuple[()] = ()
     whole_prompt: bool = False
 
     def select_rows(self, rows: Sequence[int]) -> None:
