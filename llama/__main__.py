@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from llama import cli
 from llama.cli import console
+from llama.host.version import __version__
 
 HELP = """\
 llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off,
@@ -29,22 +30,24 @@ swapped, measured and proved.
 Without --ckpt_dir they take the demo model, which is downloaded once.
 On every command:
   --help      Its flags.
+  --quiet     No notices, no progress: only results, warnings and errors.
   --threads N Threads of the CPU that compute.
   --debug     The traceback of an error.
+llama-kv --version prints the version of this package.
 """
 
-# command -> the module of llama.cli that has its `main`, and a flag that the command adds
-COMMANDS: dict[str, tuple[str, str | None]] = {
-    "run": ("inference", None),
-    "chat": ("inference", "--chat"),
-    "bench": ("benchmark_inference", None),
-    "verify": ("verify", None),
-    "watch": ("inference", "--watch=page.html"),
-    "kinds": ("kinds", None),
-    "costs": ("costs", None),
-    "convert": ("convert", None),
-    "perplexity": ("perplexity", None),
-    "doctor": ("doctor", None),
+# command -> the module of llama.cli, and its function
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("inference", "main"),
+    "chat": ("inference", "hold_chat"),
+    "bench": ("benchmark_inference", "main"),
+    "verify": ("verify", "main"),
+    "watch": ("inference", "show_steps"),
+    "kinds": ("kinds", "main"),
+    "costs": ("costs", "main"),
+    "convert": ("convert", "main"),
+    "perplexity": ("perplexity", "main"),
+    "doctor": ("doctor", "main"),
 }
 
 
@@ -54,31 +57,28 @@ def main() -> None:
     if name not in COMMANDS:
         console.quiet_imports()
         cli.end_with(lambda: overview(name))
-    start(name, with_flag(COMMANDS[name][1], words), f"llama-kv {name}")
+    start(name, words, f"llama-kv {name}")
 
 
 def start(name: str, words: list[str] | None = None, shown_as: str | None = None) -> NoReturn:
     """Import a command, run it, and exit with its code; see `cli.main`."""
     console.quiet_imports()
-    cli.main(import_module(f"llama.cli.{COMMANDS[name][0]}").main, words, name=shown_as)
+    module, function = COMMANDS[name]
+    cli.main(getattr(import_module(f"llama.cli.{module}"), function), words, name=shown_as)
 
 
 def overview(name: str) -> int:
-    """Print the list of commands, or an error for an unknown command; return the exit code."""
+    """Print the list of commands, the version, or an error for an unknown command; return the exit code."""
     if name in ("--help", "-h", "help"):
         console.put(HELP, end="")
+        return 0
+    if name in ("--version", "version"):
+        console.put(f"llama-kv {__version__}")
         return 0
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {close[0]}?" if close else "llama-kv --help lists them"
     console.say(f"error: unknown command {name!r}; {hint}")
     return 2
-
-
-def with_flag(flag: str | None, words: list[str]) -> list[str]:
-    """Return the words with `flag` before them, unless they have it already."""
-    if flag is None or any(word.partition("=")[0] == flag.partition("=")[0] for word in words):
-        return words
-    return [flag, *words]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The only file that knows both text and checkpoints.
 """
 
+import difflib
 import logging
 import os
 import sys
@@ -22,7 +23,8 @@ from llama.cli.progress import progress_bar
 from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES
-from llama.kv_cache import cache_kind
+from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache.names import kinds_named, read_kind
 from llama.model import Transformer
 from llama.ranks.torchrun import join, own_device, world_rank, world_size
 from llama.streaming import encode_prompt
@@ -72,17 +74,19 @@ def load(
     """
     on = own_device(pick_device(device))
     kind = pick_dtype(dtype, on)
+    cache = pick_cache(kv_cache)
     quantize = None if quantize == "auto" else quantize
     check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
     check(quantize=quantize)
     ranks = join(on)
     path = demo_model_path() if path == "demo" else path
     checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path, max_seq_len=max_seq_len)
-    args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache_kind(kv_cache))
+    args = replace(checkpoint.args, max_batch_size=max_batch_size, kv_cache=cache)
     if max_seq_len is not None:
         made_for, args = args.max_seq_len, replace(args, max_seq_len=max_seq_len)
         if max_seq_len > made_for:
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
+    Cache.of(args, cache)  # rejects wrong PARAMS before weights are read
     ranks.agree(lambda: {"exact": exact, "fast": fast})
     by_default = quantize is None and fast
     named = activations == 8 or not repack  # settings of packed weights, of which only "stored" can be meant
@@ -260,6 +264,21 @@ def pick_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
     if wanted == torch.float64 and device.type == "mps":
         raise ValueError("a Metal GPU has no fp64; choose fp32, or device cpu")
     return wanted
+
+
+def pick_cache(text: str) -> str:
+    """Return the kind of cache of this name, NAME[:PARAMS] or FILE.py:NAME[:PARAMS], after running FILE.py.
+
+    Raises ValueError for an unknown name, with the closest known one.
+    """
+    kind = cache_kind(text)
+    for part, _ in kinds_named(kind):
+        try:
+            KVCache.named(part)
+        except ValueError as error:
+            close = difflib.get_close_matches(read_kind(part).name, KVCache.kinds, n=1)
+            raise ValueError(f"{error}; did you mean {close[0]}?" if close else str(error)) from None
+    return kind
 
 
 def _has_mps() -> bool:

@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "llama/ranks/torchrun.py": ("locked ranks", "torch fairscale"),
     # the front door
     "llama/__init__.py": ("", ""),
-    "llama/__main__.py": ("cli", ""),
+    "llama/__main__.py": ("cli host.version", ""),
     "llama/convert.py": ("__main__", ""),
     "llama/perplexity.py": ("__main__", ""),
     "llama/testing.py": ("args kv_cache model request rows", "torch"),

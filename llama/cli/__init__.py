@@ -28,6 +28,9 @@ _MEANT_AS_BOOLS = {*_BOOLS, "0", "1", "yes", "no", "on", "off", "none"}
 _DEBUG_HELP = """
     --debug
         Show the traceback of an error."""
+_QUIET_HELP = """
+    --quiet
+        Print no notices and no progress: only results, warnings and errors."""
 _THREADS_HELP = """
     --threads=THREADS
         Threads of the CPU that compute, also in processes that the command starts; by default MKL_NUM_THREADS or
@@ -64,13 +67,14 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
     bool, `X | None`, `list[str]` for a flag that may be repeated) decide how a value is read. Wrong words are one line
     on stderr and exit code 2, and so are ValueError, OSError, RuntimeError, OverflowError and MemoryError of the
     command, and SystemExit of a user's code; --debug shows the traceback. Every command has --threads, see
-    `llama.host.cores`. `name` is the command's name in the help, by default the file that was started.
+    `llama.host.cores`, and --quiet. `name` is the command's name in the help, by default the file that was started.
     """
-    _log_to_stderr()
     own = flag_types(command)
-    types = {**own, "threads": int | None, "debug": bool, "help": bool}
+    types = {**own, "threads": int | None, "quiet": bool, "debug": bool, "help": bool}
     given = sort_words(words, types)
     switched_on = {name for name, text in given if text is not None and text.lower() == "true"}
+    console.be_quiet("quiet" in switched_on)
+    _log_to_stderr()
     try:
         if "help" in switched_on:
             console.put(help_text(command, name or Path(sys.argv[0]).name))
@@ -92,12 +96,25 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         return code or 2
 
 
+def variant(command: Callable[..., int], about: str, **defaults: object) -> Callable[..., int]:
+    """Return a command with other defaults of some flags; `about` is the first sentence of its help."""
+
+    def made(*prompts: str, **flags: Any) -> int:
+        return command(*prompts, **{**defaults, **flags})
+
+    signature = inspect.signature(command)
+    flags = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+    vars(made)["__signature__"] = signature.replace(parameters=flags)  # inspect and fire read it
+    made.__doc__ = f"{about}\n{(inspect.getdoc(command) or '').partition(chr(10))[2]}"
+    return made
+
+
 def _log_to_stderr() -> None:
     """Print the log of this library on standard error: what it chose for the user."""
 
     class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            console.say(self.format(record))
+            (console.say if record.levelno > logging.INFO else console.note)(self.format(record))
 
     logging.basicConfig(handlers=[Said()], format="%(message)s")
     logging.getLogger("llama").setLevel(logging.INFO)
@@ -136,7 +153,7 @@ def help_text(command: Callable[..., int], name: str) -> str:
     from fire.trace import FireTrace
 
     text = HelpText(command, FireTrace(command, name=name))
-    added = _DEBUG_HELP if "threads" in flag_types(command) else _THREADS_HELP + _DEBUG_HELP
+    added = ("" if "threads" in flag_types(command) else _THREADS_HELP) + _QUIET_HELP + _DEBUG_HELP
     return re.sub(r"^    -\w, (?=--)", "    ", text, flags=re.MULTILINE).replace(shlex.quote(name), name) + added
 
 

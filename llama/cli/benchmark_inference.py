@@ -80,8 +80,8 @@ def main(
         compare: Run a single cell in the other mode, too, and compare the tokens.
         engine: Another engine on the same weights and prompts, or with modes: openvino, llama.cpp:int8, llama:fast.
             The presets table and chat take several.
-        kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static. --preset caches takes
-            several, by default all.
+        kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static; llama-kv kinds lists them.
+            --preset caches takes several, by default all.
         contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the
             flag once for each, up to the model's limit.
         logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
@@ -136,7 +136,7 @@ def dispatch(flags: SimpleNamespace) -> int:
             cores = FreeCores()
         if report is None:
             if cell.device == "cpu":
-                cores.choose_threads(console.say)
+                cores.choose_threads(console.note)
             return print_cell(cell, flags, json_path)
         return run_preset(report, cell, flags, json_path, cores)
     finally:
@@ -259,9 +259,9 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     from llama.cli.progress import seconds_bar
 
     folder, report = (resumed_run if flags.resume else new_run)(Path(flags.out), report)
-    console.say(f"everything goes into {folder}")
+    console.note(f"everything goes into {folder}")
     if cell.device == "cpu":
-        cores.choose_threads(console.say, known=report["environment"].get("threads"))
+        cores.choose_threads(console.note, known=report["environment"].get("threads"))
     by_default = cell.model == "demo" and cell.ranks == 1
     watched = cell if (by_default if flags.page_watch is None else flags.page_watch) else None
     bar = seconds_bar()

@@ -25,6 +25,9 @@ _VISIBLE = {
 } | {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
+_quiet = False
+
+
 class Stopped(KeyboardInterrupt):
     """Raised by Ctrl-C, SIGTERM and SIGHUP; `number` is the signal."""
 
@@ -129,6 +132,22 @@ def say(text: str, *, longest: int = LONGEST_LINE) -> None:
     """
     with suppress(OSError, ValueError):  # full, left or closed
         print(visible(without_middle(text, longest)), file=sys.stderr, flush=True)
+
+
+def be_quiet(value: bool) -> None:
+    """Drop notices and progress from now on, or print them again."""
+    global _quiet
+    _quiet = value
+
+
+def is_quiet() -> bool:
+    return _quiet
+
+
+def note(text: str) -> None:
+    """Print a notice on standard error, about what the command does or chose; nothing with --quiet."""
+    if not _quiet:
+        say(text)
 
 
 def unwritten() -> int:

@@ -4,14 +4,15 @@ Uses the public functions of the library. Slow imports come after the flags are 
 """
 
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama.cli import console
+from llama.cli import console, variant
 from llama.host.cores import FreeCores
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def main(
         prompts: The texts to continue, as plain words or after --prompts; used exactly as typed.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokenizer_path: Meta's tokenizer.model, if it is not in ckpt_dir.
-        prompt_file: A file that is one more prompt, without its last line end; "-" is standard input.
+        prompt_file: A file that is one more prompt, without its last line end; "-" is standard input. A file of JSON
+            lines is rejected.
         max_gen_len: The most tokens to add to each prompt, by default 64; in a conversation 512 for each answer.
         temperature: 0 takes the most likely token each time; higher values give more varied texts.
         top_p: Draw from the most likely tokens whose probabilities add up to this number.
@@ -85,9 +87,11 @@ def main(
         min_p: Draw from tokens that are at least this fraction as likely as the most likely one.
         repetition_penalty: Values above 1 make tokens of the text less likely.
         seed: Prompt i draws from the random stream seed + i.
-        stop: End a text before this string; may be given several times.
+        stop: End a text before this string; may be given several times. The shell passes a line end as $'\\n'.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
-        kv_cache: One of static, concat, window:1024+4, int8, int4, paged, FILE.py:NAME; by layer static@:2;int4.
+        kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, or by layer static@:2;int4. NAME is one of adakv,
+            concat, duo-attention, expected-attention, fp8, h2o, int4, int8, keydiff, kivi, knorm, lagkv, paged,
+            pyramidkv, quest, random, rotated, snapkv, static, tova and window, which llama-kv kinds describes.
         share_prefix: Feed the common prefix of all prompts once.
         fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
             By default on with chat or prompt_file, except with watch, exact, several ranks, or on a GPU.
@@ -110,6 +114,7 @@ def main(
     conversation = chat and not prompts and prompt_file is None
     check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast is True)
     texts = [] if conversation else read_prompts(prompts, prompt_file)
+    note_escapes(stop)
     longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     sampling["repetition_penalty"] = repetition_penalty
@@ -120,9 +125,14 @@ def main(
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     by_default = fast is None and (chat or prompt_file is not None) and not (watch or exact) and one_cpu(device)
-    model, tokenizer = load_model(cores, **files, **limits, **weights, fast=fast or by_default, exact=exact)
+    notes: list[str] = []
+    model, tokenizer = load_model(
+        cores, notes.append, **files, **limits, **weights, fast=fast or by_default, exact=exact
+    )
     if by_default:
-        console.say("--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path")
+        notes.append("--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path")
+    if notes:
+        console.note("; ".join([f"execution: {model.execution}", *notes]))
     model.kv_caching = kv_caching
     about = setting(model, kv_cache)
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
@@ -135,6 +145,16 @@ def main(
     if watch is not None and code == 0:
         console.put(write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), **writing))
     return code
+
+
+hold_chat = variant(
+    main, "Hold a conversation with a Llama model, one message a line; with prompts, answer each of them.", chat=True
+)
+show_steps = variant(
+    main,
+    "Write an HTML page that shows a text of a Llama model step by step, with and without the cache.",
+    watch="page.html",
+)
 
 
 def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str | None, fast: bool) -> None:
@@ -162,12 +182,14 @@ def one_cpu(device: str) -> bool:
     return pick_device(device).type == "cpu" and world_size() == 1
 
 
-def load_model(cores: FreeCores, ckpt_dir: str, *, device: str, **options: Any) -> "tuple[Transformer, Tokenizer]":
-    """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first."""
+def load_model(
+    cores: FreeCores, say: Callable[[str], None], ckpt_dir: str, *, device: str, **options: Any
+) -> "tuple[Transformer, Tokenizer]":
+    """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first, and say so."""
     from llama.api import load, pick_device
 
     if pick_device(device).type == "cpu":
-        cores.choose_threads(console.say)
+        cores.choose_threads(say)
     return load(ckpt_dir, device=device, **options)
 
 
@@ -250,7 +272,33 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
             raise ValueError("--prompt_file=- can be read by one rank only; give a file")
     if prompt_file is not None:
         texts.append(read_prompt(prompt_file).removesuffix("\n"))
+        check_one_prompt(prompt_file, texts[-1])
     return texts or list(PROMPTS)
+
+
+def check_one_prompt(file: str, text: str) -> None:
+    """Raise ValueError for a file of JSON lines, which has a prompt in each line: by its name, or by two or more lines.
+
+    Only the ends of the lines are examined: a line of another file's JSON may be of any size and depth.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    objects = len(lines) > 1 and all(re.match(r'\{\s*"', line) and line.endswith("}") for line in lines)
+    if objects or Path(file).suffix.lower() in (".jsonl", ".ndjson"):
+        name = "standard input" if file == "-" else file
+        raise ValueError(
+            f"{name} is a file of {len(lines)} JSON lines, and --prompt_file is one prompt; give each text as a "
+            "word of the command line, or pass a list of texts to model.generate in Python"
+        )
+
+
+def note_escapes(stop: list[str]) -> None:
+    """Print a notice for each stop string with a backslash and a letter that Python and C read as one character."""
+    for text in stop:
+        if found := re.search(r"\\[nrt]", text):
+            console.note(
+                f"--stop {text!r} has a backslash and the letter {found[0][1]}, which stay two characters; for a line "
+                "end or a tab, write $'\\n' or $'\\t' in bash"
+            )
 
 
 def read_prompt(file: str) -> str:

@@ -5,9 +5,10 @@ import sys
 from dataclasses import replace
 from inspect import getdoc
 
+from llama.api import pick_cache
 from llama.args import ModelArgs
 from llama.cli import console
-from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache import Cache, KVCache
 from llama.kv_cache.names import ALIASES
 
 # The cache of a SmolLM2-135M, the demo model.
@@ -22,7 +23,7 @@ def main(*kinds: str) -> int:
     Args:
         kinds: Names with parameters, such as snapkv:0.25 or mine.py:mine, whose bytes are wanted; by default all kinds.
     """
-    rows = [_HEAD, *(_row(cache_kind(kind)) for kind in kinds or sorted(KVCache.kinds))]
+    rows = [_HEAD, *(_row(pick_cache(kind)) for kind in kinds or sorted(KVCache.kinds))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         console.put("  ".join(map(str.ljust, row, widths)).rstrip())

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llama.api import load, pick_device
+from llama.api import load, pick_cache, pick_device
 from llama.cli import console
 from llama.host.cores import FreeCores
 from llama.host.machine import dtype_name
-from llama.kv_cache import cache_kind
 from llama.quality.perplexity import CONTEXT, PROMPT_LEN, Score, cached_perplexity, perplexity
 from llama.ranks.torchrun import world_size
 from llama.streaming import encode_prompt
@@ -42,7 +41,8 @@ def main(
         context: The tokens of a window; by default 1024, or the model's max_seq_len if that is less.
         stride: The distance between the starts of windows; by default half a context. Each token is scored once.
         tokens: How many tokens of the text to score; by default all.
-        kv_cache: A kind of cache, such as static, concat or file.py:kind, through which the text is fed token by token.
+        kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, through which the text is fed token by token;
+            llama-kv kinds lists them.
         prompt_len: With kv_cache, the tokens of a window that are fed in one pass before the others; by default 64.
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64.
         device: The device to compute on: auto, cpu, cuda or mps.
@@ -55,10 +55,10 @@ def main(
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     words = read_text(path, limit=TEXT_LIMIT)
-    kind = "static" if kv_cache is None else cache_kind(kv_cache)
+    kind = "static" if kv_cache is None else pick_cache(kv_cache)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
-        FreeCores().choose_threads(console.say)
+        FreeCores().choose_threads(console.note)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)
     ids = encode_prompt(tokenizer, words)[:tokens]
     context = min(CONTEXT, model.args.max_seq_len) if context is None else context

@@ -49,8 +49,11 @@ class _Lines(_Bar):
 
 
 def progress_bar(what: str = "", *, total: float | None = None, unit: str = "it", **look: Any) -> "tqdm[None]":
-    """Return a bar of `total` units; "B" is bytes, `look` are tqdm's options. Only rank 0 of a torchrun shows it."""
-    silent = sys.stderr is None or os.environ.get("RANK", "0") != "0"
+    """Return a bar of `total` units; "B" is bytes, `look` are tqdm's options.
+
+    Only rank 0 of a torchrun shows it, and no command with --quiet.
+    """
+    silent = sys.stderr is None or os.environ.get("RANK", "0") != "0" or console.is_quiet()
     kind = _Lines if silent or not sys.stderr.isatty() else _Bar
     look = {"unit_scale": unit == "B", "leave": False, "disable": silent, **look}
     return kind(desc=what, total=total, unit=unit, **look)

@@ -13,13 +13,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from llama.api import load, pick_device
+from llama.api import load, pick_cache, pick_device
 from llama.cli import console
 from llama.cli.progress import progress_bar
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
 from llama.host.machine import environment
-from llama.kv_cache import KVCache, cache_kind
+from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer
 from llama.ranks.torchrun import world_size
@@ -88,7 +88,7 @@ def main(
     check_writable(path)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
-        FreeCores().choose_threads(console.say)
+        FreeCores().choose_threads(console.note)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)
     sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
     config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
@@ -132,7 +132,7 @@ def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
 
 def lossless_kind(text: str) -> str:
     """Return the name of the kind of cache; raise ValueError for a lossy kind."""
-    kind = cache_kind(text)
+    kind = pick_cache(text)
     if not all(KVCache.named(part).lossless for part, _ in kinds_named(kind)):
         raise ValueError(
             f"kv_cache={text!r} is lossy, so it cannot be certified to change nothing; "

@@ -56,7 +56,7 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
     if trial:
         runner.plain = plain_calls(model, runner, folder)
     model.runner = runner
-    logger.info("fast: native code for %s", runner.instructions)
+    logger.debug("fast: native code for %s", runner.instructions)  # what runs is in `model.execution`
     if runner.plain:
         logger.info("fast: %s, because the plain path is faster at these calls here", model.execution)
 

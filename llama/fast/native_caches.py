@@ -223,8 +223,8 @@ class NativeCache:
         step = rows.width == 1 and 0 not in rows.starts and not rows.prompt_ends
         if not step or any(cache.kept_keys is None for cache in caches):
             raise Unsupported(
-                f"kv_cache={first.args.kv_cache!r} observes the attention of a prompt, and only the steps after the "
-                "prompt have native code"
+                f"kv_cache={first.args.kv_cache!r} observes the attention of a prompt",
+                instead="the plain path runs prompts, and native code the steps after them",
             )
         if any((cache._ends, cache._bases) != (first._ends, first._bases) for cache in caches):
             raise Unsupported("the layers' caches were written up to, or compressed at, different positions")

@@ -20,10 +20,15 @@ _KNOWN = {
     *(PackedLinear, PackedEmbedding, PackedWeight, MappedWeight),
 }
 _WEIGHTS = {"weight", "bias", "raw", *Parts._fields}
+INSTEAD = "the plain path runs instead"
 
 
 class Unsupported(Exception):
-    """A fast step cannot compute this model; the message says why."""
+    """A fast step cannot compute this model; the message says why, and `instead` what runs in its place."""
+
+    def __init__(self, why: str, *, instead: str = INSTEAD) -> None:
+        super().__init__(why)
+        self.instead = instead
 
 
 class WarnOnce:
@@ -32,10 +37,11 @@ class WarnOnce:
     def __init__(self, logger: Logger) -> None:
         self._logger, self._said = logger, set[str]()
 
-    def __call__(self, words: object) -> None:
-        said = str(words)  # a log record of the error itself would keep the model of its traceback alive
+    def __call__(self, why: Unsupported | str) -> None:
+        said = str(why)  # a log record of the error itself would keep the model of its traceback alive
         if said not in self._said:
-            self._logger.warning("fast: %s; the plain path runs instead", said)
+            instead = why.instead if isinstance(why, Unsupported) else INSTEAD
+            self._logger.warning("fast: %s; %s", said, instead)
         self._said.add(said)
 
 

@@ -17,9 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import needs_a_compiler
 
+import llama.api
 from llama import cli
 from llama.cli import console
-from llama.cli.inference import main, show
+from llama.cli.inference import main, read_prompts, show
+from llama.cli.perplexity import main as perplexity_main
+from llama.host.cores import FreeCores
 from llama.kv_cache import cache_kind
 
 ROOT = Path(__file__).parents[2]
@@ -303,6 +306,51 @@ def test_a_prompt_is_read_from_a_file_or_standard_input(
     assert from_file.startswith("first\n> ")
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.NDJSON", "x.txt", "-"])
+def test_a_file_of_json_lines_is_refused_by_name(
+    name: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '{"prompt": "a"}\n\n  { "prompt": "b", "stop": ["}"]}  \r\n'
+    file = tmp_path / name
+    file.write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    said = command.refused(main, "--ckpt_dir", "not/there", "--prompt_file", name if name == "-" else file)
+    assert f"{'standard input' if name == '-' else file} is a file of 2 JSON lines, and --prompt_file is one " in said
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1}\nWhat is a?', "{x}\n{y}", '{\n  "a": 1\n}', "[1]\n[2]"])
+def test_other_prompts_with_json_are_prompts(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(text)
+    assert read_prompts((), str(file)) == [text]
+
+
+def test_a_stop_string_that_the_shell_left_escaped_is_noted(infer: Infer, command: Command, checkpoint: Path) -> None:
+    words = ["--ckpt_dir", checkpoint, "hello", "--max_gen_len=1", "--stop"]
+    code, out, err = command(main, *words, "\\nUser:")
+    assert (code, err.count("\n")) == (0, 1)
+    assert "--stop '\\\\nUser:' has a backslash and the letter n" in err
+    assert "$'\\n'" in err
+    for stop in ("\n", "a\\b", "\\"):
+        assert command.printed(main, *words, stop)
+    assert without_speed(command.printed(main, *words, "\\n", "--quiet")) == without_speed(out)
+
+
+def test_a_mistyped_kind_of_cache_is_refused_with_a_guess_before_a_model_is_looked_for(command: Command) -> None:
+    for command_of in (main, perplexity_main):
+        words = ["--text", __file__] if command_of is perplexity_main else []
+        said = command.refused(command_of, *words, "--ckpt_dir", "not/there", "--kv_cache", "static@:2;snapvk:0.25")
+        assert said.startswith("error: kv_cache='snapvk:0.25' is not a known kind of cache; known are: ")
+        assert said.endswith("; did you mean snapkv?\n")
+
+
+def test_wrong_parameters_of_a_kind_are_refused_before_weights_are_read(
+    checkpoint: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.api, "load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    assert "int4" in command.refused(main, "--ckpt_dir", checkpoint, "hello", "--kv_cache", "int4:x")
+
+
 def test_a_missing_prompt_file_and_a_missing_checkpoint_are_one_line(command: Command, tmp_path: Path) -> None:
     missing = tmp_path / "none.txt"
     for flag in ("--prompt_file", "--ckpt_dir"):
@@ -515,6 +563,21 @@ def test_conversations_and_files_of_prompts_are_fast_by_default_and_say_so(comma
     assert execution("hello", "--chat", "--quantize=none") == (", native)\n", True)
     assert execution("hello", "--chat", "--fast=False") == (")\n", False)
     assert execution("hello", "--chat", "--exact") == (", exact)\n", False)
+
+
+@needs_a_compiler
+def test_one_line_says_how_a_command_computes_and_quiet_leaves_it_out(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    path = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_1)
+    monkeypatch.setattr(FreeCores, "choose_threads", lambda self, say: say("1 thread computes"))
+    words = ["--ckpt_dir", path, "--device=cpu", "--max_gen_len=1", "--fast", "hello"]
+    assert command(main, *words)[::2] == (0, "execution: native, stored weights; 1 thread computes\n")
+    assert command.printed(main, *words, "--quiet")
+    code, _, err = command(main, *words, "--quiet", "--kv_cache=tova", "--threads=0")
+    assert (code, err[:7]) == (2, "error: ")
+    assert command(main, *words)[2], "quiet applies to one call"
 
 
 # ---- as a process ----------------------------------------------------------------------------------------------------

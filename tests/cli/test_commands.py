@@ -4,15 +4,19 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fire import docstrings
 
+import llama
 from llama import __main__ as commands
 from llama import cli
 from llama.cli import benchmark_inference
+from llama.cli.inference import hold_chat, show_steps
 from llama.cli.inference import main as inference
+from llama.kv_cache import KVCache
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,19 +57,42 @@ def test_a_command_is_started_with_its_flags_and_under_its_name() -> None:
     assert not re.search(r"(?<![-\w])-\w", done.stdout), "it lists a one-letter flag"
 
 
+def test_a_variant_runs_the_command_with_another_default() -> None:
+    given: list[object] = []
+
+    def noted(*prompts: str, chat: bool = False, watch: str | None = None) -> int:
+        return given.append((prompts, chat, watch)) or 0
+
+    made = cli.variant(noted, "Do it.", watch="page.html")
+    assert [cli.run(made, words) for words in (["a", "--chat"], ["--watch=b.html"], ["--watch=none"])] == [0, 0, 0]
+    assert given == [(("a",), True, "page.html"), ((), False, "b.html"), ((), False, None)]
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--version", "version"):
+        assert commands.overview(word) == 0
+        assert capsys.readouterr().out == f"llama-kv {llama.__version__}\n"
+
+
 @pytest.mark.parametrize(
-    ("name", "words", "expected"),
+    ("command", "begins", "flag"),
     [
-        ("run", ["hello"], ["hello"]),
-        ("chat", ["hello", "--fast"], ["--chat", "hello", "--fast"]),
-        ("chat", ["--chat"], ["--chat"]),
-        ("watch", ["hello"], ["--watch=page.html", "hello"]),
-        ("watch", ["hello", "--watch", "other.html"], ["hello", "--watch", "other.html"]),
-        ("watch", ["--watch=other.html"], ["--watch=other.html"]),
+        (inference, "Complete prompts with a Llama model; ", "--chat=CHAT Type: bool Default: False"),
+        (hold_chat, "Hold a conversation with a Llama model, ", "--chat=CHAT Type: bool Default: True"),
+        (show_steps, "Write an HTML page that shows a text ", "--watch=WATCH Type: str | None Default: 'page.html'"),
     ],
 )
-def test_chat_and_watch_are_run_with_a_flag(name: str, words: list[str], expected: list[str]) -> None:
-    assert commands.with_flag(commands.COMMANDS[name][1], words) == expected
+def test_each_command_has_its_own_help(command: Callable[..., int], begins: str, flag: str) -> None:
+    text = cli.help_text(command, "llama-kv it")
+    assert f"    llama-kv it - {begins}" in text
+    assert flag in " ".join(text.split())
+    assert "--max_seq_len" in text
+
+
+def test_the_help_of_kv_cache_names_every_kind() -> None:
+    said = next(arg.description for arg in docstrings.parse(inference.__doc__ or "").args if arg.name == "kv_cache")
+    ours = {name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama.")}
+    assert ours <= set(re.split(r"[ ,.]+", said))
 
 
 @pytest.mark.parametrize(

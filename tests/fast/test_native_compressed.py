@@ -183,7 +183,7 @@ def test_calls_that_are_no_steps_run_on_the_plain_path_and_later_steps_do_not(
             made.append(model(TOKENS[:, 100:101], Rows.at([0, *LENGTHS[1:]], [1] * 3), cache=cache))
     assert torch.equal(*made)
     assert served(fast) == before
-    assert "kv_cache='adakv:0.25' observes the attention of a prompt, and only the steps after" in caplog.text
+    assert "kv_cache='adakv:0.25' observes the attention of a prompt; the plain path runs prompts, and" in caplog.text
     starts = {"chunks": [107, 77, 102], "a prompt of one token": [101, 71, 96], "rows that begin again": [1, 71, 96]}
     theirs, ours = (
         model(TOKENS[:, 110:111], starts[calls], cache=cache)
@@ -198,7 +198,8 @@ def test_a_prompt_is_plain_and_its_steps_are_native_in_a_model_of_the_kind(caplo
     assert fast.execution.runner == "native"
     fast.generate_tokens([[1] * 40], 9, **GREEDY)
     assert served(fast) == 8
-    assert caplog.text.count("the plain path runs instead") == 1
+    assert caplog.text.count("the plain path runs prompts, and native code the steps after them") == 1
+    assert "the plain path runs instead" not in caplog.text
 
 
 def test_a_bad_start_raises_the_error_of_the_plain_path() -> None:

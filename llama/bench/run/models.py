@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llama.api import check_modes, pick_device, pick_dtype
+from llama.api import check_modes, pick_cache, pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.engines import Engine, LlamaEngine
@@ -29,8 +29,7 @@ from llama.costs import RELEASED, parameters
 from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES, dtype_name
-from llama.kv_cache import Cache, KVCache, cache_kind
-from llama.kv_cache.names import kinds_named
+from llama.kv_cache import Cache, cache_kind
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import PackedWeight
@@ -76,8 +75,7 @@ def make_cell(
     cell = Cell(model=name, device=str(on), dtype=dtype_name(pick_dtype(dtype, on)), ranks=world_size(), **rest)
     check_cell(cell)
     check_seed(cell.seed)
-    for kind, _ in kinds_named(cache_kind(cell.kv_cache)):
-        KVCache.named(kind)
+    pick_cache(cell.kv_cache)
     source = find_model(cell)
     Cache.of(source.args, source.args.kv_cache)
     if cell.text is not None:
