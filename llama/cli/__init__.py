@@ -49,6 +49,7 @@ def end_with(work: Callable[[], int]) -> NoReturn:
     Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in it. A standard stream may be closed or full, or its reader may
     have ended.
     """
+    console.drop_frames()
     with console.stopping():
         console.open_streams()
         if isinstance(sys.stdout, io.TextIOWrapper):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -131,6 +132,35 @@ def test_a_job_that_loses_a_rank_ends_and_says_why(lost: dict[str, tuple[int, st
     code, printed = lost[fault]
     assert code == 1, printed
     assert re.search(FAULTS[fault], printed), printed
+
+
+LOSES_ITS_MASTER = """
+import os
+from llama import cli
+
+def main() -> int:
+    import torch
+    from llama.ranks.torchrun import join
+    ranks = join(torch.device("cpu"), timeout=20.0)
+    if ranks.rank == 0:
+        os._exit(3)
+    ranks.agree(dict)
+    return 0
+
+cli.main(main, [])
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_whose_master_is_gone_prints_one_line_without_frames_of_torch() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    jobs = [run([sys.executable, "-c", LOSES_ITS_MASTER], **place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
+    (first, _), (second, printed) = map(ended, jobs)
+    assert (first, second) == (3, 2)
+    assert re.fullmatch(r"error: rank 1: [^\n]*\n", printed), printed
 
 
 # ---- the scripts -----------------------------------------------------------------------------------------------------
