@@ -218,6 +218,8 @@ class Session:
         """Return a copy of the cache, with the whole text, for texts that continue it; None with the switch off."""
         if not kv_caching:
             return None
+        if self.writer is not None:  # a stream may go on with this text: feed its newest token to a fork
+            return self.fork().held_copy(kv_caching=True)
         with self.in_use(), self.model.ranks.one_at_a_time():
             self.begin_computing(kv_caching=True)
             if self._held < len(self.tokens) or not self._goes_on(self._held):

@@ -330,6 +330,21 @@ def test_a_stream_whose_text_was_changed_is_refused() -> None:
         next(stream)
 
 
+@pytest.mark.parametrize("kv_cache", ["static", "paged", "int8", "window:20+2", "snapkv:0.5", "h2o:0.5"])
+def test_a_stream_goes_on_after_its_session_was_a_prefix(kv_cache: str) -> None:
+    _, session = made(kv_cache=kv_cache, text=TEXT)
+    alone = session.fork().generate(10, **GREEDY)["ids"]
+    stream = session.stream(10, **GREEDY)
+    for _ in range(3):
+        next(stream)
+        branch = session.fork()
+        branch.append([])  # the newest token alone, because h2o depends on the cut
+        branch.append("x")
+        (result,) = session.model.generate(Bytes(), ["x"], 4, prefix=session, **GREEDY)
+        assert result["ids"] == branch.generate(4, **GREEDY)["ids"]
+    assert stream.finish()["ids"] == alone
+
+
 def test_every_row_may_begin_with_a_session() -> None:
     for kv_cache in LOSSLESS:
         model, session = made(kv_cache, text=TEXT)

@@ -50,7 +50,8 @@ class SessionStream(Iterator[str]):
         session = self._session
         if session.writer is not self._mark or self._model_was != self._model_is():
             raise RuntimeError(
-                "the session's text, or the model, was changed since this stream made its last piece; start a new one"
+                "another call fed or changed the session's text, or the model was changed, since this stream made its "
+                "last piece; start a new one"
             )
 
     def _begin(self) -> None:
