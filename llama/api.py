@@ -27,6 +27,7 @@ from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.names import kinds_named, read_kind
 from llama.model import Transformer
 from llama.ranks.torchrun import join, own_device, world_rank, world_size
+from llama.sampling import check_seed
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.chat import ChatFormat, Dialog, Message
@@ -326,7 +327,7 @@ class Llama:
         dtype: torch.dtype | str = "auto",
     ) -> "Llama":
         """Load a checkpoint of any kind that `load` reads."""
-        there = world_size()
+        there, seed = world_size(), check_seed(seed)
         if model_parallel_size not in (None, there):
             raise ValueError(
                 f"model_parallel_size={model_parallel_size}, and this is one of {there} processes; leave it out, or "
@@ -347,7 +348,7 @@ class Llama:
     def __init__(self, model: Transformer, tokenizer: Tokenizer, *, seed: int = 1) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self._seeds = torch.Generator().manual_seed(seed)
+        self._seeds = torch.Generator().manual_seed(check_seed(seed))
 
     @property
     def formatter(self) -> ChatFormat:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import torch
 
 from llama.kv_cache import Cache
-from llama.sampling import Sampling, row_streams
+from llama.sampling import Sampling, row_streams, whole_number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -221,9 +221,10 @@ def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
 def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
     """Return the most new tokens of each of `rows`."""
     several = isinstance(max_gen_len, Sequence)
-    max_new = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
+    asked = list(max_gen_len) if isinstance(max_gen_len, Sequence) else [max_gen_len] * rows
     least = 0 if several else 1  # a row of several may get no tokens
-    if any(isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least for tokens in max_new):
+    max_new = [tokens for tokens in map(whole_number, asked) if tokens is not None and tokens >= least]
+    if len(max_new) < len(asked):
         raise ValueError(f"max_gen_len={max_gen_len!r} must be a whole number of at least {least}")
     if len(max_new) != rows:
         raise ValueError(f"{len(max_new)} lengths were given for {rows} prompts; give one, or one per prompt")

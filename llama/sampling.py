@@ -47,9 +47,10 @@ class Sampling:
         _check_between("repetition_penalty", self.repetition_penalty, 0, math.inf)
         if self.repetition_penalty == 0:
             raise ValueError("repetition_penalty=0 must be above 0; 1 turns it off")
-        whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
-        if self.top_k is not None and not (whole and 1 <= self.top_k < 2**63):
+        top_k = whole_number(self.top_k)
+        if self.top_k is not None and (top_k is None or not 1 <= top_k < 2**63):
             raise ValueError(f"top_k={self.top_k!r} must be a whole number, at least 1, below 2**63, or None for all")
+        object.__setattr__(self, "top_k", top_k)  # native code takes no number of NumPy
 
     @property
     def settings(self) -> "Settings":
@@ -164,7 +165,7 @@ def check_seed(seed: object) -> int:
     """Return `seed` as an int, also one of NumPy; raise ValueError unless a PyTorch generator accepts it."""
     whole = whole_number(seed)
     if whole is None or not -(2**63) <= whole < 2**64:
-        raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1, or a list of them")
+        raise ValueError(f"seed={seed!r} must be a whole number from -2**63 to 2**64 - 1")
     return whole
 
 

@@ -216,6 +216,13 @@ def test_an_answer_may_follow_an_answer_as_in_meta_s_code(llama: Llama) -> None:
     assert llama.chat_completion([dialog], max_gen_len=2)[0]["generation"]["role"] == "assistant"
 
 
+def test_a_seed_that_is_no_whole_number_is_refused_before_anything_is_loaded(llama: Llama) -> None:
+    for seed in (True, 1.5, None):
+        with pytest.raises(ValueError, match=f"seed={seed} must be a whole number"):
+            Llama.build("not/there", seed=seed)  # type: ignore[arg-type]
+    assert Llama(llama.model, llama.tokenizer, seed=torch.tensor(3))  # type: ignore[arg-type]
+
+
 def test_echo_gives_the_prompt_with_its_bos_and_a_logprob_of_0_for_that(llama: Llama) -> None:
     (result,) = llama.text_completion(["hello"], temperature=0, max_gen_len=3, logprobs=True, echo=True)
     assert result["tokens"][:2] == [SPECIALS[0], "hello"]

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from fakes import NAN, Bytes, Call, Ids, Scripted
@@ -466,6 +467,14 @@ def test_what_cannot_be_generated_is_refused_before_the_model_runs(
     prompts: Any, max_gen_len: Any, options: dict[str, Any], words: str
 ) -> None:
     assert words in refused(scripted([1], [2]), prompts, max_gen_len, **options)
+
+
+def test_numbers_of_numpy_are_whole_numbers() -> None:
+    three: Any = numpy.int64(3)
+    options = {"temperature": 0.5, "top_k": 3, "seed": 3}
+    for max_gen_len in (three, [three]):
+        made = scripted([1, 2, 3]).generate_tokens([[1]], max_gen_len, **{**options, "top_k": three, "seed": three})
+        assert made == scripted([1, 2, 3]).generate_tokens([[1]], 3, **options)  # type: ignore[arg-type]
 
 
 def test_the_last_id_of_the_vocabulary_is_taken() -> None:
