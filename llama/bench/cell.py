@@ -113,8 +113,7 @@ class Cell:
         mode += ", fast" if self.fast else ""
         mode += f", {self.quantize} weights" if self.quantize else ""
         mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
-        kind = self.kv_cache.rpartition(".py:")[2]  # without the path of a file
-        mode += f", {kind} cache" if self.kv_caching and kind != "static" else ""
+        mode += f", {self.kv_cache} cache" if self.kv_caching and self.kv_cache != "static" else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property

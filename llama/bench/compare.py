@@ -75,7 +75,7 @@ def first_divergence(cached: Sequence[Sequence[int]], uncached: Sequence[Sequenc
     for row, pair in enumerate(zip(cached, uncached, strict=True)):
         ids = list(zip_longest(*pair, fillvalue=ENDED))
         token = next((i for i, (on, off) in enumerate(ids) if on != off), None)
-        if token is not None and (found is None or token < (found["divergence_token"] or 0)):
+        if token is not None and (found is None or token < found["divergence_token"]):
             on, off = ids[token]
             found = {"divergence_row": row, "divergence_token": token, "cached_id": on, "uncached_id": off}
     return found

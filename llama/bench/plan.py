@@ -1,4 +1,4 @@
-"""Runs a preset within its budget: every group of jobs once, and then again while the budget lasts.
+"""Runs a preset within its budget: every group of jobs once, cells again while the budget lasts, then curves.
 
 Groups are never torn: a group that does not fit into the budget, or that the budget ends, is left out as a whole.
 Cells that were left out get predicted figures. Finished rows are saved at once, so a run can be resumed.
@@ -6,18 +6,19 @@ Cells that were left out get predicted figures. Finished rows are saved at once,
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.compare import add_note, add_result, compare_engines, compare_modes, compare_turns, with_rates
-from llama.bench.noise import judge_noise
+from llama.bench.noise import LEAST_REPETITIONS, judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of, write_json
 from llama.bench.report.findings import findings
 from llama.bench.report.tables import comparison_words
+from llama.bench.run.cache_kind import predicted_kind
 from llama.bench.run.directory import RESULTS
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_rows
@@ -60,21 +61,27 @@ class Run:
     def _do(self, job: Job, *, limited: bool) -> dict[str, Any]:
         """Run a job. If `limited`, raise OverBudgetError once the budget is passed by OVERRUN."""
         started, end = time.monotonic(), self.began + (1 + OVERRUN) * self.budget
+        step, before = self.expected(Group((job,))), self.progress.n
 
         def waiting() -> None:
-            self.progress.refresh()
+            self._advance(before + min(step, time.monotonic() - started))
             if limited and time.monotonic() > end:
                 raise OverBudgetError(f"{job.name}: ended, because the budget was over")
 
         self.progress.set_description_str(job.name)
         done = run_job(job.kind, job.cell, waiting=waiting, **job.options)
-        step = self._took.get(job.name, job.seconds)
-        self.progress.total = max(self.progress.total, self.progress.n + step)
-        self.progress.update(step)
+        self._advance(before + step)
         self._took[job.name] = time.monotonic() - started
         if job.seconds:
             self._pace[_alike(job)] = max(1.0, self._took[job.name] / job.seconds)
         return done
+
+    def _advance(self, done: float) -> None:
+        """Move the bar to so many expected seconds; it never shows more time left than the budget has."""
+        bar = self.progress
+        bar.total = done + min(max(0.0, bar.total - done), self.seconds_left())
+        bar.update(done - bar.n)
+        bar.refresh()
 
     # ---- the whole run -----------------------------------------------------------------------------------------------
 
@@ -82,15 +89,14 @@ class Run:
         """Measure what the report lacks, as far as the budget goes, and write what follows from it."""
         try:
             self._begin()
-            done = self._once()
-            for repetition in range(1, REPETITIONS if self.budget < math.inf else 1):
-                for group in done:
-                    jobs = self._due(group, repetition)
-                    if group.repeats and jobs and self.expected(group) <= self.seconds_left():
-                        self._measure(Group(jobs))
+            late: list[Group] = []
+            done = self._once(self._groups(), late)
+            repetitions = range(1, REPETITIONS if self.budget < math.inf else 1)
+            self._repeat(done, repetitions[: LEAST_REPETITIONS - 1])
+            self._once(late)
+            self._repeat(done, repetitions[LEAST_REPETITIONS - 1 :])
             self._compare()
-            if self.report["preset"] in ("table", "sweep"):
-                self._predict()
+            self._predict()
         finally:
             self._finish()
 
@@ -102,8 +108,10 @@ class Run:
         machine = self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False)
         add_result(report, machine, 0)
         options = {"rows": rows if report["preset"] == "table" else 1}
-        found = self._do(Job("how long it will take", "calibrate", first, 0, 0.0, options), limited=False)
-        report["model"], self.calibration = found["model"], Calibration(**found["timed"])
+        timed = Job("how long it will take", "calibrate", first, 0, 0.0, options)
+        found = self._do(timed, limited=False)
+        starting = max(0.0, self._took[timed.name] - found["seconds"])
+        report["model"], self.calibration = found["model"], Calibration(**found["timed"], start_seconds=starting)
         self._save()
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
@@ -145,13 +153,17 @@ class Run:
             if done.get(job.name, 0) <= repetition and not (job.of_cell and job.place in errors)
         )
 
-    def _once(self) -> list[Group]:
+    def _once(self, groups: Iterable[Group], late: list[Group] | None = None) -> list[Group]:
         """Do every group once if it fits, the very first one in any case; return all groups that are done.
 
-        Once a group of cells does not fit, no cells of a larger batch are measured.
+        Once a group of cells does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it
+        is given.
         """
         done, smallest_left_out = [], math.inf
-        for group in self._groups():
+        for group in groups:
+            if group.late and late is not None:
+                late.append(group)
+                continue
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
             first, left = not self.report["done"], self.seconds_left()
@@ -164,6 +176,14 @@ class Run:
                 continue
             smallest_left_out = min(smallest_left_out, batch if group.repeats else math.inf)
         return done
+
+    def _repeat(self, groups: Sequence[Group], repetitions: Iterable[int]) -> None:
+        """Do the groups of cells again, each as long as it fits."""
+        for repetition in repetitions:
+            for group in groups:
+                jobs = self._due(group, repetition)
+                if group.repeats and jobs and self.expected(group) <= self.seconds_left():
+                    self._measure(Group(jobs))
 
     def _measure(self, group: Group, *, limited: bool = True) -> bool:
         """Do a group and keep its rows; return False if the budget ended it, with none of its rows kept."""
@@ -186,9 +206,10 @@ class Run:
             add_result(self.report, found, job.place)
             self.report["done"][job.name] = self.report["done"].get(job.name, 0) + 1
         for job, why in errors:
-            if not job.of_cell:
+            again = job.name in self.report["done"]
+            if not job.of_cell or (cell_row(self.report, job.place).get("path") and not again):
                 self.report["failures"].append(f"{job.name}: {why}")
-            elif job.name in self.report["done"]:
+            elif again:
                 add_note(self.report, job.place, f"a repetition failed: {why}")
             else:  # the cell has no figures of an earlier repetition
                 cell_row(self.report, job.place)["error"] = why
@@ -225,9 +246,16 @@ class Run:
         self._save()
 
     def _predict(self) -> None:
-        """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time."""
-        report = self.report
-        for place, cell in enumerate(cells_of(report)):
+        """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time.
+
+        A kind of cache gets its predicted bytes.
+        """
+        report, cells = self.report, cells_of(self.report)
+        for place, cell in enumerate(cells if report["preset"] == "caches" else ()):
+            there = {(row["figures"], row.get("context")) for row in report["rows"] if row["cell"] == place}
+            rows = predicted_kind(cell, report["plan"])
+            merge(report, [row for row in rows if (row["figures"], row["context"]) not in there], place)
+        for place, cell in enumerate(cells if report["preset"] in ("table", "sweep") else ()):
             row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
             if is_measured(row) or row["error"] or (pace is None and cell.engine != "llama"):
                 continue

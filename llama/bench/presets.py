@@ -5,19 +5,18 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama.args import ModelArgs
 from llama.bench.cell import ALWAYS_CACHED, Cell, read_engine
-from llama.bench.run.cache_kind import QUESTION, SECRET, STEPS
+from llama.bench.run.cache_kind import OWN_TEXT, QUESTION, SECRET, STEPS, text_ids
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.memory_ledger import check_length
-from llama.bench.run.models import check_cell, find_model
+from llama.bench.run.models import Source, check_cell, find_model
 from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
 from llama.bench.run.step_times import ENOUGH, context_lengths
-from llama.bench.schema import Report, new_report, rows_of
-from llama.bench.statistics import median_of
+from llama.bench.schema import Report, measured_rows, new_report
 from llama.bench.texts import read_dialog
 from llama.costs import RELEASED, forwards
 from llama.kv_cache import Cache, KVCache, cache_kind
@@ -42,10 +41,13 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
     (256, 128, 2, 1),
     (128, 64, 1, 1),
     (32, 32, 0, 0),
+    (32, 0, 0, 0),
 )
+FEWEST = AMOUNTS[-1][0]  # scored tokens that judge a kind
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
-STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings
+STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings, on an idle machine
+SPARED = 0.2  # of the budget, for quality that takes longer than predicted: all kinds must have the same text
 PEER_IS_SLOWER = 2.0  # assumed of an engine before its first cell
 
 
@@ -60,10 +62,11 @@ class Calibration:
     step_seconds: float
     many_rows: int
     many_seconds: float
+    start_seconds: float = 0.0  # of a process, as the first one took: on a busy machine many times STARTING
 
     def of_tokens(self, tokens: int) -> float:
         """Predict the seconds of a process that loads the model and feeds it so many tokens, many at a time."""
-        return STARTING + self.load_seconds + tokens * self.prefill_seconds / self.input_len
+        return max(STARTING, self.start_seconds) + self.load_seconds + tokens * self.prefill_seconds / self.input_len
 
     def of_forwards(self, cell: Cell) -> list[float]:
         """Predict the seconds of every forward of a cell of ours."""
@@ -78,7 +81,7 @@ class Calibration:
 class Job:
     """One process of `llama.bench.run.worker`, which returns rows of the report's cell `place`.
 
-    `seconds` is the prediction for an idle machine. `of_cell`: the cell has no figures without this job.
+    `seconds` is the prediction for an idle machine. `of_cell`: the cell fails with this job, unless it has figures.
     """
 
     name: str
@@ -92,10 +95,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs that say nothing apart: all of them are done, or none is. `repeats`: again while the budget lasts."""
+    """Jobs that say nothing apart: all of them are done, or none is.
+
+    `repeats`: again while the budget lasts. `late`: only after the other groups and their first repetitions.
+    """
 
     jobs: tuple[Job, ...]
     repeats: bool = False
+    late: bool = False
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -108,13 +115,17 @@ def plan_report(
     engines: Sequence[str],
     kinds: Sequence[str],
     contexts: Sequence[int] = (),
+    text: str | None = None,
+    prompt_len: int | None = None,
     command: str = "",
     budget: float | None,
 ) -> Report:
     """Return the report of a preset in which nothing is measured. Raises ValueError if it cannot be measured.
 
     engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast, see `read_engine`. kinds: for `caches`, by
-    default all that are registered. contexts: for `caches`, where steps are timed, by default KIND_CONTEXTS.
+    default all that are registered. contexts: for `caches`, where steps are timed, by default KIND_CONTEXTS. text: for
+    `caches`, the file on whose text kinds are judged. prompt_len: its tokens that are fed in one pass before the scored
+    ones; by default those are the last ones of LENGTH tokens.
     """
     if preset in ("caches", "chat") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
@@ -124,7 +135,9 @@ def plan_report(
     elif preset == "sweep":
         cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
     elif preset == "caches":
-        cells, plan = kind_cells(base, kinds, contexts, find_model(base).args)
+        source = find_model(base)
+        cells, plan = kind_cells(base, kinds, contexts, source.args)
+        plan |= text_plan(source, text or OWN_TEXT, prompt_len)
     else:
         source = find_model(base)
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
@@ -172,11 +185,6 @@ def kind_cells(
         if kind in wanted[:place]:
             raise ValueError(f"--kv_cache {kind} would be in the table twice; name every kind once")
         Cache.of(args, cache_kind(kind))
-    if limit < 2 * AMOUNTS[-1][0]:
-        raise ValueError(
-            f"--preset=caches needs texts of {2 * AMOUNTS[-1][0]} tokens, and the model's max_seq_len is {limit}; "
-            "measure another model"
-        )
     for context in asked:
         if not 2 * STEPS <= context <= limit:
             raise ValueError(
@@ -184,8 +192,31 @@ def kind_cells(
                 "measure a model with a higher limit, such as --model llama-3.2-1b"
             )
     contexts = sorted({*asked}) or [context for context in KIND_CONTEXTS if context <= limit] or [limit]
-    plan = {"text": "llama/bench/texts/persuasion.txt", "contexts": contexts, "length": min(LENGTH, limit)}
-    return [base.but(kv_cache=kind) for kind in wanted], plan
+    return [base.but(kv_cache=kind) for kind in wanted], {"contexts": contexts}
+
+
+def text_plan(source: Source, text: str, prompt_len: int | None) -> dict[str, Any]:
+    """Return the text that kinds are judged on, and how much of it the prompt and the scored tokens may be at most.
+
+    Raises ValueError if the model's limit or the text is too short, and OSError for the file.
+    """
+    limit = source.args.max_seq_len
+    if limit < 2 * FEWEST:
+        raise ValueError(
+            f"--preset=caches needs texts of {2 * FEWEST} tokens, and the model's max_seq_len is {limit}; measure "
+            "another model"
+        )
+    there = len(text_ids(source, text))
+    if there < 2 * FEWEST:
+        raise ValueError(f"--text {text} has {there} tokens, and kinds are judged on at least {2 * FEWEST}")
+    longest = min(limit, there)
+    if prompt_len is not None and not 1 <= prompt_len <= longest - FEWEST:
+        raise ValueError(
+            f"--prompt_len={prompt_len} must be from 1 to {longest - FEWEST}: the text has {there} tokens, the model's "
+            f"max_seq_len is {limit}, and at least {FEWEST} tokens are scored behind the prompt"
+        )
+    length = LENGTH if prompt_len is None else prompt_len + AMOUNTS[0][0]
+    return {"text": text, "prompt_len": prompt_len, "longest": min(length, longest)}
 
 
 def chat_cells(
@@ -234,7 +265,7 @@ def paired(jobs: Sequence[Job]) -> list[Group]:
 
 
 def table_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
-    """Yield the cells in pairs, then how often rounded weights agree with float32, then steps by context."""
+    """Yield the cells in pairs, how often rounded weights agree with float32, and, late, steps by context."""
     cells = cells_of(report)
     yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
     seen = set()
@@ -249,7 +280,7 @@ def table_groups(report: Report, known: Calibration, room: Callable[[], float]) 
         yield Group((Job(f"top-1 of {asked.name}", "agreement", asked, place, seconds, of_cell=False),))
     if cells[0].engine == "llama":
         for batch in dict.fromkeys(cell.batch_size for cell in cells):
-            yield steps_group(cells[0], batch, context_lengths(cells[0].input_len), known)
+            yield replace(steps_group(cells[0], batch, context_lengths(cells[0].input_len), known), late=True)
 
 
 def sweep_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
@@ -273,48 +304,55 @@ def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibrat
 
 
 def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
-    """Yield the bytes and times of every kind, then its quality on as much text as the budget allows.
+    """Yield the quality of every kind, which has bytes and times too, then bytes and times by context.
 
-    The full cache and the first kind are a pair. The text is chosen when the costs are measured, and once: what is
-    compared must be alike.
+    The full cache and the first kind are a pair. All kinds have the same text, which is chosen once: as much as lets
+    all of them and the shortest context fit, and if nothing does the fewest tokens that judge.
     """
     plan, kinds = report["plan"], [*enumerate(cells_of(report))]
 
-    def costs() -> float:
-        steps = len(plan["contexts"]) * 3 * STEPS * known.step_seconds
-        return steps + known.of_tokens(sum(plan["contexts"]))
+    def costs(contexts: Sequence[int]) -> float:
+        return len(contexts) * 3 * STEPS * known.step_seconds + known.of_tokens(sum(contexts))
 
     def grouped(jobs: list[Job]) -> Iterator[Group]:
         yield Group(tuple(jobs[:2]))
         yield from (Group((job,)) for job in jobs[2:])
 
-    while len(plan["contexts"]) > 1 and not rows_of(report, "step") and len(kinds) * costs() > room() / 2:
+    shortest = len(kinds) * costs(plan["contexts"][:1])
+    for amount in () if measured_rows(report, "quality") else AMOUNTS:
+        choose_text(plan, amount, known.max_seq_len)
+        if len(kinds) * quality_seconds(plan, known) + shortest <= (1 - SPARED) * room():
+            break
+    seconds = quality_seconds(plan, known)
+    yield from grouped(
+        [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds, {"plan": plan}) for n, cell in kinds]
+    )
+    chosen = bool(measured_rows(report, "step"))
+    while len(plan["contexts"]) > 1 and not chosen and len(kinds) * costs(plan["contexts"]) > room():
         plan["contexts"].pop()
-    each, options = costs(), {"contexts": plan["contexts"]}
+    each, options = costs(plan["contexts"]), {"contexts": plan["contexts"]}
     yield from grouped(
         [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
     )
-    for tokens, greedy, lengths, seeds in () if rows_of(report, "quality") else AMOUNTS:
-        plan["tokens"] = min(tokens, plan["length"] // 2)
-        plan["greedy_tokens"] = min(greedy, plan["tokens"])
-        plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= known.max_seq_len]
-        plan["needle_seeds"] = seeds
-        if sum(quality_seconds(report, known, n) for n, _ in kinds) <= room():
-            break
-    seconds = [quality_seconds(report, known, n) for n, _ in kinds]
-    yield from grouped(
-        [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds[n], {"plan": plan}) for n, cell in kinds]
-    )
 
 
-def quality_seconds(report: Report, known: Calibration, place: int) -> float:
-    """Predict the seconds of the quality of a kind, from its own steps if they were measured."""
-    plan, timed = report["plan"], rows_of(report, "step", place)
-    step = median_of(timed[0], "step_seconds") if timed else known.step_seconds
-    needles = len(DEPTHS) * plan["needle_seeds"]
-    steps = plan["tokens"] + plan["greedy_tokens"] + needles * len(plan["needle_lengths"]) * QUESTION
-    whole: float = steps * step
-    return whole + known.of_tokens(4 * plan["length"] + needles * sum(plan["needle_lengths"]))
+def choose_text(plan: dict[str, Any], amount: tuple[int, int, int, int], max_seq_len: int) -> None:
+    """Write one of AMOUNTS into the plan of `caches`, as far as the text and the model's limit allow it."""
+    (tokens, greedy, lengths, seeds), prompt, longest = amount, plan["prompt_len"], plan["longest"]
+    plan["tokens"] = min(tokens, longest // 2 if prompt is None else longest - prompt)
+    plan["length"] = longest if prompt is None else prompt + plan["tokens"]
+    plan["greedy_tokens"] = min(greedy, plan["tokens"])
+    plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= max_seq_len]
+    plan["needle_seeds"] = seeds
+
+
+def quality_seconds(plan: dict[str, Any], known: Calibration) -> float:
+    """Predict the seconds of the quality of a kind: the text is fed twice, and twice again around greedy tokens."""
+    needles, greedy = len(DEPTHS) * plan["needle_seeds"], plan["greedy_tokens"]
+    steps = plan["tokens"] + greedy + needles * len(plan["needle_lengths"]) * QUESTION
+    whole = (4 if greedy else 2) * plan["length"] + needles * sum(plan["needle_lengths"])
+    seconds: float = steps * known.step_seconds + known.of_tokens(whole)
+    return seconds
 
 
 def chat_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:

@@ -96,6 +96,11 @@ def rows_of(report: Report, figures: str, cell: int | None = None) -> list[Row]:
     return [row for row in report["rows"] if row["figures"] == figures and cell in (None, row["cell"])]
 
 
+def measured_rows(report: Report, figures: str, cell: int | None = None) -> list[Row]:
+    """Return those rows of some figures that are not predicted."""
+    return [row for row in rows_of(report, figures, cell) if not row.get("predicted")]
+
+
 def cell_row(report: Report, cell: int) -> Row:
     """Return the row of figures of a cell."""
     return rows_of(report, "cell", cell)[0]
@@ -133,7 +138,7 @@ def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
 
 def _merged(old: Row, new: Row) -> Row:
     if old.get("predicted"):
-        old = {"figures": old["figures"], "cell": old["cell"], "error": old["error"], "notes": old["notes"]}
+        old = {name: old[name] for name in ("figures", "cell", "error", "notes") if name in old}
     if old["figures"] == "check":
         return old if old["status"] == "violated" else new
     if old["figures"] == "memory":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VIOLATED, DIED, NOISY = 3, 1, 4
 # Flags that a preset decides itself.
 OF_A_CELL = ("batch_size", "kv_caching", "repeats", "compare")
-OF_A_TEXT = ("input_len", "output_len", "text", "logits")
+OF_A_TEXT = ("input_len", "output_len", "logits")
 
 
 def main(
@@ -36,6 +36,7 @@ def main(
     ckpt_dir: str | None = None,
     tokenizer_path: str | None = None,
     text: str | None = None,
+    prompt_len: int | None = None,
     repeats: int = 1,
     compare: bool = False,
     engine: list[str] = [],  # noqa: B006  (read only)
@@ -75,7 +76,10 @@ def main(
             CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
         tokenizer_path: The tokenizer, if it is not beside the weights.
-        text: A real prompt, the same in all rows, instead of random ids.
+        text: A real prompt, the same in all rows, instead of random ids; with --preset caches, a UTF-8 file on whose
+            text kinds are judged, instead of a novel's.
+        prompt_len: Tokens of that text that --preset caches feeds in one pass before the scored ones; by default all
+            of 2048 except the scored ones.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
         engine: Another engine on the same weights and prompts, or with modes: openvino, llama.cpp:int8, llama:fast.
@@ -96,8 +100,8 @@ def main(
         seed: Which random ids.
         json: Write the report into this file.
         out: The folder in which a preset makes its own folder.
-        budget: Minutes of a preset. Cells are repeated up to 5 times while they last. Pairs that do not fit are left
-            out and predicted, the largest batch first; one pair always runs. 0 measures everything once.
+        budget: Minutes of a preset: every pair or kind once, then repetitions, up to 5, then curves. What does not fit
+            is left out and predicted, the largest batch first; one pair always runs. 0 measures everything once.
         resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
         wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 if a cell was measured under load of other work.
@@ -130,6 +134,7 @@ def dispatch(flags: SimpleNamespace) -> int:
         if flags.preset is not None:
             asked = {"engines": flags.engine, "kinds": flags.kv_cache, "budget": flags.budget}
             asked["contexts"] = [int(context) for context in flags.contexts]
+            asked |= {"text": flags.text, "prompt_len": flags.prompt_len} if flags.preset == "caches" else {}
             report = plan_report(flags.preset, cell, command=as_started(), **asked)
         if flags.wait_until_quiet:
             wait_until_idle(flags.wait_until_quiet)
@@ -168,7 +173,7 @@ def base_cell(flags: SimpleNamespace) -> Cell:
         kv_caching=flags.kv_caching,
         **(one_engine(flags.engine, own) if flags.preset is None else own),
         tokenizer_path=flags.tokenizer_path,
-        text=flags.text,
+        text=None if flags.preset == "caches" else flags.text,
         kv_cache=flags.kv_cache[0] if flags.kv_cache and flags.preset != "caches" else "static",
         logits=flags.logits,
         exact=flags.exact,
@@ -212,6 +217,8 @@ def check_flags(flags: SimpleNamespace) -> None:
         raise ValueError(f"--contexts {' '.join(flags.contexts)} must be numbers of tokens, such as --contexts 8192")
     if preset != "caches" and flags.contexts:
         raise ValueError("--contexts: only --preset caches times steps at lengths of your choice")
+    if preset != "caches" and flags.prompt_len is not None:
+        raise ValueError("--prompt_len: only --preset caches scores the tokens behind a prompt")
     if preset != "caches" and len(flags.kv_cache) > 1:
         raise ValueError("--kv_cache: a cell has one kind of cache; several need --preset caches")
     if preset is None:
@@ -223,11 +230,12 @@ def check_flags(flags: SimpleNamespace) -> None:
             raise ValueError("--engine: a single cell has one engine; several need --preset table")
         return
     decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
+    decided += ("text",) if preset == "chat" else ()
     decided += ("engine",) if preset in ("caches", "sweep") else ()
     defaults = main.__kwdefaults__ or {}
     given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
     if given:
-        raise ValueError(f"{', '.join(given)}: --preset {preset} decides this itself; leave it out")
+        raise ValueError(f"{', '.join(given)} cannot be combined with --preset {preset}; leave it out")
 
 
 def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:

@@ -18,6 +18,13 @@ class _Bar(tqdm):  # type: ignore[misc]
     def __str__(self) -> str:
         return console.visible(super().__str__())
 
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """Add `left`, the units until the end as a time: of a bar of expected seconds, whatever their rate was."""
+        known: dict[str, Any] = super().format_dict
+        left = tqdm.format_interval(known["total"] - known["n"]) if known["n"] and known["total"] else "?"
+        return {**known, "left": left}
+
     @classmethod
     def write(cls, text: str) -> None:
         """Print a line above the bar."""
@@ -61,4 +68,4 @@ def progress_bar(what: str = "", *, total: float | None = None, unit: str = "it"
 
 def seconds_bar(what: str = "") -> "tqdm[None]":
     """Return a bar that counts expected seconds and shows the time left; set its `total` to the expected seconds."""
-    return progress_bar(what, total=1.0, bar_format="{desc} |{bar}| {elapsed}, about {remaining} left")
+    return progress_bar(what, total=1.0, bar_format="{desc} |{bar}| {elapsed}, about {left} left")

@@ -2,24 +2,27 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
-from jobs_here import Here, jobs_here, run_of
+from jobs_here import CEILINGS, Here, jobs_here, run_of
 from native import needs_a_compiler
 
 from llama import cli, load
+from llama.bench import plan as plan_module
 from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.presets import plan_report
+from llama.bench.presets import Calibration, plan_report
 from llama.bench.report.text import report_markdown
 from llama.bench.run import step_times
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
+from llama.bench.run.directory import resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.run.kind_validity import CHECKS
-from llama.bench.schema import Report, Row, cell_row, rows_of
+from llama.bench.schema import Report, Row, cell_row, measured_rows, rows_of
 from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
@@ -48,7 +51,7 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setattr(presets, "KIND_CONTEXTS", (64, LENGTH, 512))
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
     monkeypatch.setattr(presets, "LENGTHS", (120,))
-    monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 20, 1, 1), (16, 8, 0, 0)))
+    monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 20, 1, 1), (16, 8, 0, 0), (16, 0, 0, 0)))
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 0.0)
     return jobs_here(monkeypatch, lambda kind, cell: f"{kind} {cell.kv_cache}")
 
@@ -83,8 +86,8 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
     assert [cell["kv_cache"] for cell in report["cells"]] == all_kinds
     assert whole.jobs == [
         *("machine static", "calibrate static"),
-        *(f"cache_costs {kind}" for kind in all_kinds),
         *(f"cache_quality {kind}" for kind in all_kinds),
+        *(f"cache_costs {kind}" for kind in all_kinds),
     ]
     assert report["plan"]["contexts"] == [64, LENGTH], "as far as the model's limit goes"
     assert report["failures"] == []
@@ -198,23 +201,64 @@ def test_a_kind_that_drops_keys_where_a_prompt_ends_is_given_a_real_prompt(
 def test_a_budget_decides_on_how_much_text_the_quality_is_measured(
     base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presets, "quality_seconds", lambda report, known, place: 10.0 * report["plan"]["tokens"])
+    monkeypatch.setattr(presets, "quality_seconds", lambda plan, known: 10.0 * plan["tokens"])
     report = measured(base, tmp_path, kinds=["int8"], minutes=10)
     plan = report["plan"]
     assert (plan["tokens"], plan["greedy_tokens"], plan["needle_lengths"]) == (16, 8, [])
     assert [quality(report, place)["tokens"] for place in (0, 1)] == [16, 16]
 
 
-def test_a_budget_of_a_moment_measures_the_costs_of_two_kinds_and_names_all_that_is_left_out(
+def test_a_budget_of_a_moment_judges_the_full_cache_and_one_kind_and_predicts_the_bytes_of_what_is_left_out(
     base: Cell, here: Here, tmp_path: Path
 ) -> None:
-    report = measured(base, tmp_path, kinds=["int8", "paged"], minutes=0.0001)
-    assert here.done == ["machine static", "calibrate static", "cache_costs static", "cache_costs int8"]
-    assert report["plan"]["contexts"] == [64]
-    left_out = ["paged: bytes and times", *(f"{kind}: quality" for kind in ("static", "int8", "paged"))]
+    report = measured(base, tmp_path, kinds=["int8", "window:40+4"], minutes=0.0001)
+    assert here.done == ["machine static", "calibrate static", "cache_quality static", "cache_quality int8"]
+    assert (report["plan"]["contexts"], report["plan"]["tokens"]) == ([64], 16)
+    left_out = ["window:40+4: quality", *(f"{kind}: bytes and times" for kind in ("static", "int8", "window:40+4"))]
     assert report["failures"] == [f"{what}: no room in the budget" for what in left_out]
     assert script.report_exit_code(report) == 0
-    assert "not measured" in report_markdown(report)
+    shown = report_markdown(report)
+    assert "| window:40+4 | predicted | ~0.01 | ~0.35 | not measured |" in shown
+    assert "| window:40+4 | 64 | not observed | 0.01 | not measured | predicted |" in shown
+    assert quality(report, 2)["predicted_cache_bytes"] == 44 * POSITION
+    whole = measured(base, tmp_path, kinds=["int8", "window:40+4"], minutes=0, resume=True)
+    assert "predicted |" not in report_markdown(whole), "what is measured replaces its prediction"
+    for place in range(3):
+        assert quality(whole, place)["cache_bytes"] == quality(report, place)["predicted_cache_bytes"]
+        assert quality(whole, place)["tokens"] == 16, "what is compared is alike"
+
+
+@pytest.mark.parametrize(("load", "minutes", "kinds"), [(1.0, 6.0, 8), (3.0, 6.0, 7), (1.0, 2.0, 3), (6.0, 6.0, 8)])
+def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine_is(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, minutes: float, kinds: int
+) -> None:
+    """5 s to start and load, 500 tokens a second in a prompt and 25 in steps, as the demo does, each `load` times."""
+    now, done = [0.0], list[str]()
+    timed = {"max_seq_len": 8192, "input_len": 100, "load_seconds": load, "prefill_seconds": 0.2 * load}
+    timed |= {"step_seconds": 0.04 * load, "many_rows": 1, "many_seconds": 0.04 * load}
+
+    def do(kind: str, cell: Cell, *, waiting: Any, plan: Any = None, contexts: Any = None, **options: Any) -> Any:
+        known = Calibration(**timed, start_seconds=4 * load)
+        if kind in ("machine", "calibrate"):
+            now[0] += 5 * load
+            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed, "seconds": load}
+        now[0] += presets.quality_seconds(plan, known) if plan else known.of_tokens(sum(contexts))
+        done.append(kind)
+        figures = {"figures": "quality", "context": plan["length"]} if plan else {"figures": "cell", "error": None}
+        return {"rows": [{**figures, "notes": [], "cache_bytes": 1, "predicted_cache_bytes": 1, "judged": False}]}
+
+    monkeypatch.setattr(plan_module, "run_job", do)
+    monkeypatch.setattr(plan_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(presets, "LENGTH", 2048)
+    names = [f"window:{40 + n}+4" for n in range(kinds - 1)]
+    report = plan_report("caches", base, engines=[], kinds=names, budget=minutes)
+    report["plan"] |= {"longest": 2048, "contexts": [1024]}
+    run_of(report, tmp_path).run()
+    judged = done.count("cache_quality")
+    assert done == sorted(done, reverse=True), "quality first"
+    assert judged == kinds or load > 3
+    assert report["plan"]["tokens"] >= 32
+    assert now[0] <= 1.2 * 60 * minutes
 
 
 @pytest.mark.usefixtures("here")
@@ -242,21 +286,41 @@ def test_an_interrupted_run_goes_on_with_what_it_lacks_on_as_much_text(base: Cel
         measured(base, tmp_path)
     here.fail, here.done = lambda kind, cell: None, []  # type: ignore[method-assign]
     report = measured(base, tmp_path, resume=True, minutes=0)
-    assert here.done == ["machine static", "calibrate static", "cache_quality paged"]
+    costs = [f"cache_costs {kind}" for kind in ("static", *KINDS)]
+    assert here.done == ["machine static", "calibrate static", "cache_quality paged", *costs]
     assert [quality(report, place)["tokens"] for place in range(4)] == [SCORED] * 4
 
 
 def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, tmp_path: Path) -> None:
     def die(kind: str, cell: Cell) -> None:
-        if (kind, cell.kv_cache) == ("cache_costs", "int8"):
+        if (kind, cell.kv_cache) in (("cache_quality", "int8"), ("cache_costs", "paged")):
             raise JobDied("its process was ended")
 
     here.fail = die  # type: ignore[method-assign]
     report = measured(base, tmp_path, kinds=["int8", "paged"])
+    assert report["failures"] == ["paged: bytes and times: died: its process was ended"]
     assert [row["error"] for row in rows_of(report, "cell")] == [None, "died: its process was ended", None]
-    assert [row["cell"] for row in rows_of(report, "quality")] == [0, 2]
+    assert [row["cell"] for row in measured_rows(report, "quality")] == [0, 2]
     assert script.report_exit_code(report) == script.DIED
     assert "its process was ended" in report_markdown(report)
+
+
+@pytest.mark.usefixtures("here")
+def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_length(base: Cell, tmp_path: Path) -> None:
+    """As `llama.quality.perplexity.compare` judges them there."""
+    file = tmp_path / "own.txt"
+    file.write_text("".join(f"{n} apples and {n * n} pears. " for n in range(60)))
+    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=60, text=str(file), prompt_len=50)
+    run_of(report, tmp_path / "out").run()
+    model, tokenizer = load(base.model, device="cpu", dtype="fp32")
+    ids = encode_prompt(tokenizer, file.read_text())[: 50 + SCORED]
+    for place, kind in enumerate(("static", "int8")):
+        wanted, found = compare(model, kind, ids, prompt_len=50), quality(report, place)
+        assert (found["context"], found["tokens"]) == (50 + SCORED, SCORED)
+        assert found["nll"] == pytest.approx(wanted.other_nll)
+    assert str(file) in report_markdown(report)
+    with pytest.raises(ValueError, match="nothing to resume"):
+        resumed_run(tmp_path / "out", plan_report("caches", base, engines=[], kinds=["int8"], budget=60))
 
 
 def test_steps_are_timed_at_the_contexts_that_were_asked_for(base: Cell, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from jobs_here import CEILINGS, Here, jobs_here, run_of
 
 from llama.bench import plan, presets
 from llama.bench.cell import Cell
+from llama.bench.noise import LEAST_REPETITIONS
 from llama.bench.plan import Run, duration
 from llama.bench.presets import Group, Job, plan_report
 from llama.bench.run import worker
@@ -112,10 +113,15 @@ def test_a_budget_of_a_moment_measures_the_first_pair_and_predicts_the_others(
 
 
 class World:
-    """Replaces the clock and all jobs of `plan`: every job takes `load` times its prediction."""
+    """Replaces the clock and all jobs of `plan`: every job takes `load` times its prediction.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Job], float]) -> None:
-        self.now, self.load, self.done = 1024.0, load, list[str]()
+    A process takes `start` seconds to start and to end; the prediction for an idle machine is STARTING.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Job], float], *, start: float = presets.STARTING
+    ) -> None:
+        self.now, self.load, self.done, self.start = 1024.0, load, list[str](), start
         self.jobs: dict[str, Job] = {}
         monkeypatch.setattr(plan, "time", self)
         monkeypatch.setattr(plan, "run_job", self)
@@ -128,10 +134,11 @@ class World:
         timed = {"max_seq_len": 8192, "input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0}
         timed |= {"step_seconds": 0.25, "many_rows": 1, "many_seconds": 0.25}
         if kind in ("machine", "calibrate"):
-            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed}
+            self.now += self.start if kind == "calibrate" and self.start > presets.STARTING else 0.0
+            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed, "seconds": 0.0}
         job = Job("", kind, cell, 0, presets.Calibration(**timed).of_tokens(0))
         seconds = presets.cell_job(0, cell, presets.Calibration(**timed)).seconds if kind == "cell" else 20.0
-        left = seconds * self.load(job)
+        left = seconds * self.load(job) + self.start - presets.STARTING
         while left > 0:
             self.now += min(0.5, left)
             left -= 0.5
@@ -175,6 +182,63 @@ def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget
         assert max(cell.batch_size for cell in measured) <= min(cell.batch_size for cell in left_out)
     assert {f"{cell.name}: no room in the budget" for cell in left_out} <= set(report["failures"])
     assert world.now - 1024 <= 1.3 * 60 * minutes or sum(found.values()) <= 2
+
+
+def test_every_pair_is_measured_before_a_repetition_and_repetitions_that_can_be_judged_before_a_curve(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda job: 1.0)
+    run_in(world, base, tmp_path, minutes=600, engines=[])
+    once = [f"batch {batch}, cache {mode}" for batch in (1, 8, 16) for mode in ("on", "off")]
+    assert world.done == [*once * LEAST_REPETITIONS, *["steps"] * 3, *once * (plan.REPETITIONS - LEAST_REPETITIONS)]
+    whole = sum(map(cell_seconds, once))
+    short = World(monkeypatch, lambda job: 1.0)
+    run_in(short, base, tmp_path / "short", minutes=(1.5 * whole) / 60, engines=[])
+    assert short.done[:6] == once
+    assert "steps" not in short.done[: short.done.index(once[1], 6)], "the rest goes into repetitions first"
+
+
+def cell_seconds(name: str) -> float:
+    timed = {"max_seq_len": 8192, "input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0}
+    known = presets.Calibration(**timed, step_seconds=0.25, many_rows=1, many_seconds=0.25)
+    batch, mode = int(name.split()[1].strip(",")), name.endswith("on")
+    return presets.cell_job(0, Cell(batch_size=batch, input_len=6, output_len=4, kv_caching=mode), known).seconds
+
+
+def test_processes_that_start_slowly_do_not_make_larger_batches_seem_as_many_times_slower(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy machine starts a process in 40 s instead of 4; all pairs fit, and nothing more."""
+    names = [f"batch {batch}, cache {mode}" for batch in (1, 8, 16) for mode in ("on", "off")]
+    whole = sum(cell_seconds(name) + 36 for name in names) + 40
+    world = World(monkeypatch, lambda job: 1.0, start=40.0)
+    report = run_in(world, base, tmp_path, minutes=(whole + 5) / 60, engines=[])
+    assert counts(report) == [1] * 6
+
+
+def test_the_bar_moves_during_a_job_and_never_promises_more_than_the_budget(
+    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    world = World(monkeypatch, lambda job: 3.0)
+    report = plan_report("table", base, engines=[], kinds=[], budget=8)
+    run = Run(tmp_path, report, seconds_bar())
+    seen: list[tuple[float, float]] = []
+    whole = run._advance
+
+    def advance(done: float) -> None:
+        whole(done)
+        seen.append((run.progress.n, run.progress.total - run.progress.n))
+        assert run.progress.total - run.progress.n <= run.seconds_left()
+
+    monkeypatch.setattr(run, "_advance", advance)
+    run.run()
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen), "it does not go back"
+    assert len({done for done, _ in seen}) > 3 * len(world.done), "it does not stand still during a job"
+    assert [left for _, left in seen[3:]] == sorted((left for _, left in seen[3:]), reverse=True)
+    shown = [int(m) * 60 + int(s) for m, s in re.findall(r"about (\d+):(\d+) left", terminal.getvalue())]
+    assert 0 < max(shown) <= 8 * 60
 
 
 def test_an_engine_with_one_mode_is_left_out_with_its_batch(

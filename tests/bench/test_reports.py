@@ -532,6 +532,48 @@ def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() 
     assert "not judged" in [text.get_text() for text in figure.axes[2].texts]
 
 
+@pytest.mark.parametrize("full", ["absent", "predicted"])
+def test_kinds_are_not_compared_with_a_full_cache_that_was_not_measured_unless_it_is_predicted(full: str) -> None:
+    report = caches_report()
+    (row,) = (row for row in report["rows"] if row["figures"] == "quality" and row["cell"] == 0)
+    report["rows"].remove(row)
+    if full == "predicted":
+        kept = ("figures", "cell", "context", "predicted_cache_bytes")
+        report["rows"].append({**{name: row[name] for name in kept}, "predicted": True})
+    said, head = " ".join(findings(report)), heading(figures(report)["kinds"])
+    rows = {row[0]: row for row in rows_of(report_markdown(report), "Bytes, time and quality at 2,048 tokens")}
+    assert "of the bytes of static" not in said + head
+    if full == "absent":
+        assert (said, head) == ("", "Bytes, time and quality by kind")
+        assert rows["int4"][2:4] == ["15.48", "not measured"]
+        return
+    assert head == "int4 stores 0.17 of the bytes predicted for static and differs at 3.61% of the tokens"
+    assert "int4 stores 0.17 of the bytes predicted for static at 2,048 tokens" in said
+    assert "static stores" not in said
+    assert rows["int4"][2:4] == ["15.48", "~0.17"]
+    assert rows["static"][1:6] == ["predicted", "~90.00", "~1.00", "not measured", "not measured"]
+    assert "~ and predicted: the budget was too small to measure the kind." in report_markdown(report)
+    assert heading(figures(report)["pareto"]).startswith("Of 3 kinds")
+
+
+def test_what_other_work_did_to_many_cells_is_one_sentence_and_a_kind_has_one_name() -> None:
+    kinds = ["static", "FILE.py:mine:0.5", "int8"]
+    report = caches_report(kinds)
+    for place in (0, 1):
+        report["rows"].append(check(place, "busy", f"occupied {place + 1}.02 of 2 cores", "noisy"))
+    cell_row(report, 1)["path"] = "native"
+    cell_row(report, 2)["error"] = "died: gone"
+    report["failures"] = ["FILE.py:mine:0.5: bytes and times: no room in the budget"]
+    assert alarms_text(report) == [
+        "NOISY other work changed the times of 2 of 3 cells (static, FILE.py:mine:0.5); bytes and tokens are not "
+        "affected",
+        "int8 died: gone",
+        "no room in the budget for FILE.py:mine:0.5: bytes and times",
+    ]
+    report["rows"].append(check(2, "busy", "occupied 1 of 2 cores", "noisy"))
+    assert alarms_text(report)[0].startswith("NOISY other work changed the times of all cells;")
+
+
 def test_a_conversation_is_shown_turn_by_turn_for_each_way() -> None:
     report = chat_report()
     shown = report_markdown(report)

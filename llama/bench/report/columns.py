@@ -96,7 +96,10 @@ TABLE_COLUMNS = {
     "exponent": Column("exponent", "p of time ~ context^p over the longer half of the contexts", form=".2f"),
     "context": Column("context"),
     "greedy_text": Column("greedy text"),
-    "of_full": Column("of full cache", "the bytes over those of the first kind, which stores everything", form=".2f"),
+    "of_full": Column(
+        "of full cache", "the bytes over those of the first kind, which stores everything; ~: over its predicted ones",
+        form=".2f",
+    ),
     "top1_agreement": Column(
         "same top-1, %", "positions at which the most likely token is that of the model without a cache", 100, ".2f"
     ),

@@ -108,20 +108,28 @@ def byline(report: Report) -> list[str]:
 
 
 def alarms(report: Report) -> list[tuple[str, str]]:
-    """Return the checks that a reader must not miss, each as a mark and a sentence: violations first."""
+    """Return what a reader must not miss, each as a mark and a sentence: every violation, and all noise in one."""
     views = cell_views(report)
-    return [
-        (mark, f"{view.label}: {tables.check_words(check)}")
-        for status, mark in tables.MARKS.items()
-        for view in views
-        for check in view.checks
-        if check["status"] == status
-    ]
+    found = {
+        status: [(view, check) for view in views for check in view.checks if check["status"] == status]
+        for status in tables.MARKS
+    }
+    said = {status: [f"{name_of(view, report)}: {tables.check_words(check)}" for view, check in found[status]]
+            for status in found}  # fmt: skip
+    if len(noisy := [name_of(view, report) for view, _ in found["noisy"]]) > 1:
+        which = "all cells" if len(noisy) == len(views) else f"{len(noisy)} of {len(views)} cells ({', '.join(noisy)})"
+        said["noisy"] = [f"other work changed the times of {which}; bytes and tokens are not affected"]
+    return [(mark, sentence) for status, mark in tables.MARKS.items() for sentence in said[status]]
+
+
+def name_of(view: CellView, report: Report) -> str:
+    """Return what the report calls a cell: of kinds of cache, the kind as its tables and its jobs name it."""
+    return view.cell.kv_cache if report["preset"] == "caches" else view.label
 
 
 def deaths(report: Report) -> list[str]:
     """Return the cells that died or were refused, and what else was not measured."""
-    cells = [f"{view.label} {view.fate}" for view in cell_views(report) if view.row.get("error")]
+    cells = [f"{name_of(view, report)} {view.fate}" for view in cell_views(report) if view.row.get("error")]
     left_out = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
     others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
     return [*cells, *others, *([f"{NO_ROOM} for {'; '.join(left_out)}"] if left_out else [])]

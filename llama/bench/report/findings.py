@@ -86,9 +86,15 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
+def share_of_full(row: dict[str, Any], full: str, form: str) -> str:
+    """Return the bytes of a kind as a share of those of the kind `full`: 0.25 of the bytes of static."""
+    return f"{row['of_full']:{form}} of the bytes {'predicted for' if row['full_predicted'] else 'of'} {full}"
+
+
 def _kinds(report: Report) -> Iterator[str]:
     """Yield a sentence for each lossy kind; if they are many, only for those that none beats in bytes and tokens."""
-    known, full = [row for row in kind_rows(report) if row["of_full"] is not None], report["cells"][0]["kv_cache"]
+    known = [row for row in kind_rows(report) if row["of_full"] is not None and not row.get("predicted")]
+    full = report["cells"][0]["kv_cache"]
     rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
     if len(rows) > _MOST_KINDS:
         judged = [row for row in known if row["judged"]]
@@ -97,7 +103,7 @@ def _kinds(report: Report) -> Iterator[str]:
         beaten = [row["kind"] for row in rows if row["judged"] and row not in best]
         rows = [row for row in best if row in rows] + [row for row in rows if not row["judged"]]
     for row in rows:
-        words = f"{row['kind']} stores {row['of_full']:.2f} of the bytes of {full} at {row['context']:,} tokens"
+        words = f"{row['kind']} stores {share_of_full(row, full, '.2f')} at {row['context']:,} tokens"
         if row["judged"]:
             words += (
                 f" and has the same most likely token at {row['top1_agreement']:.2%} of {row['tokens']:,} positions"

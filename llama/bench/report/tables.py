@@ -20,7 +20,7 @@ from llama.bench.report.columns import (
 )
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
-from llama.bench.schema import Report, Row, cell_of, rows_of
+from llama.bench.schema import Report, Row, cell_of, measured_rows, rows_of
 from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
@@ -202,17 +202,18 @@ def cache_tables(report: Report) -> list[Table]:
     for row in needles:
         for name in FOUND:
             row[name] = f"{row[name]} of {row['tries']}" if row["judged"] else NOT_JUDGED
-    known = {row["kind"]: row for row in kind_rows(report)}
+    known = {row["kind"]: _as_text(row) for row in kind_rows(report)}
     names = [cell["kv_cache"] for cell in report["cells"]]
     kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
     notes = [
         f"{row['kind']} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
         f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
         for row in steps
-        if row["cache_bytes"] != row["predicted_cache_bytes"]
+        if not row.get("predicted") and row["cache_bytes"] != row["predicted_cache_bytes"]
     ]
     at = f" at {report['plan']['length']:,} tokens" if known else ""
     steps += [{"kind": kind} for kind in names if kind not in {row["kind"] for row in steps}]
+    steps = [{**row, "path": "predicted"} if row.get("predicted") else row for row in steps]
     columns = ("kind", "context", "cache_bytes", "predicted_cache_bytes", "step_seconds", "path")
     return [
         view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
@@ -222,28 +223,50 @@ def cache_tables(report: Report) -> list[Table]:
 
 
 def kind_rows(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each kind of cache with all figures of one length; figures that are not judged say so."""
+    """Return a row for each kind of cache with all figures of one length; figures that are not judged say so.
+
+    A predicted row has bytes alone. `full_predicted`: the bytes of the full cache, which `of_full` compares with, are.
+    """
     found: list[dict[str, Any]] = []
-    for row in rows_of(report, "quality"):
-        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache}
-        whole = next((one["cache_bytes"] for one in (*found, row) if one["cell"] == 0), None)
-        own = row.get("cache_bytes")
-        shown["of_full"] = own / whole if own is not None and whole else None
-        shown["perplexity"] = math.exp(row["nll"]) if row["nll"] < 700 else math.inf
-        shown["greedy_text"] = f"same {row['greedy_tokens']} tokens"
-        if (token := row.get("divergence_token")) is not None:
-            shown["greedy_text"] = f"differs at token {token}, margin {row['margin'] or 0:.2g}"
-        found.append(shown if row["judged"] else shown | dict.fromkeys(QUALITY_COLUMNS, NOT_JUDGED))
+    full = next(iter(rows_of(report, "quality", 0)), None)
+    whole = None if full is None else full["predicted_cache_bytes" if full.get("predicted") else "cache_bytes"]
+    for row in sorted(rows_of(report, "quality"), key=lambda row: row["cell"]):
+        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache, "of_full": None, "judged": False}
+        shown["full_predicted"] = full is not None and bool(full.get("predicted"))
+        shown["cache_bytes"] = row["predicted_cache_bytes"] if row.get("predicted") else row["cache_bytes"]
+        if whole is not None:
+            shown["of_full"] = shown["cache_bytes"] / whole
+        found.append(shown if row.get("predicted") else {**shown, **_quality_of(row)})
     return found
 
 
+def _quality_of(row: Row) -> dict[str, Any]:
+    """Return the columns of the quality of a kind that was measured."""
+    if not row["judged"]:
+        return {"judged": False, **dict.fromkeys(QUALITY_COLUMNS, NOT_JUDGED)}
+    token, written = row.get("divergence_token"), row.get("greedy_tokens")
+    text = None if written is None else f"same {written} tokens"
+    if token is not None:
+        text = f"differs at token {token}, margin {row['margin']:.2g}"
+    return {"judged": True, "perplexity": math.exp(row["nll"]) if row["nll"] < 700 else math.inf, "greedy_text": text}
+
+
+def _as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `kind_rows` for a table, in which "~" marks predicted bytes and what is compared with them."""
+    marked = ["cache_bytes"] * bool(row.get("predicted")) + ["of_full"] * (row["full_predicted"] or "predicted" in row)
+    path = {"path": "predicted"} if row.get("predicted") else {}
+    return {**row, **{name: f"~{written(row, name)}" for name in marked}, **path}
+
+
 def _kind_notes(report: Report) -> Iterator[str]:
-    for row in rows_of(report, "quality")[:1]:
+    if any(row.get("predicted") for row in rows_of(report, "quality")):
+        yield "~ and predicted: the budget was too small to measure the kind. Its bytes follow from the model's sizes."
+    for row in measured_rows(report, "quality")[:1]:
         yield (
             f"Quality: the last {row['tokens']:,} of the first {row['context']:,} tokens of {report['plan']['text']}, "
             "fed one by one, against the model without a cache. Bytes and time are those of the last steps."
         )
-    if not all(row["judged"] for row in rows_of(report, "quality")):
+    if not all(row["judged"] for row in measured_rows(report, "quality")):
         yield (
             f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
             "its savings cost; give a larger --budget, or a kind that stores less."

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +23,25 @@ from llama.bench.run.models import Source, find_model
 from llama.bench.run.needle import DEPTHS, Haystack, finds
 from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache
 from llama.bench.schema import Row
-from llama.bench.texts import read_corpus
+from llama.bench.texts import CORPUS, read_corpus
 from llama.costs import kv_bytes
 from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
 from llama.quality.perplexity import compared, next_logits
 from llama.streaming import encode_prompt
+from llama.untrusted.files import TEXT_LIMIT, read_text
 
 STEPS = 8  # timed at each context, behind one that warms up
 LONG = 2**20  # positions of a text at which every kind that saves bytes does so
 QUESTION, SECRET = 30, 8  # tokens behind the text of a needle, about, and of the secret, at most
+OWN_TEXT = f"llama/bench/texts/{CORPUS.name}"  # the text of a plan that names no other file
+
+
+def text_ids(source: Source, name: str) -> list[int]:
+    """Return the tokens of the text that kinds are judged on: OWN_TEXT, or a file of UTF-8. Raises as `read_text`."""
+    words = read_corpus() if name == OWN_TEXT else read_text(Path(name), limit=TEXT_LIMIT)
+    return encode_prompt(source.tokenizer, words)
 
 
 def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -49,10 +58,30 @@ def cache_costs(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
         rows.append(_last_steps(model, cache, context))
         fast += forwards_by_runner(model) - before
     path = path_of(model, fast=fast, all=len(contexts) * (STEPS + 1))
+    return {"rows": [_facts(model, cache, path, others), *({**row, "path": path} for row in rows)]}
+
+
+def predicted_kind(cell: Cell, plan: dict[str, Any]) -> list[Row]:
+    """Return the rows of a kind that was not measured: the bytes that it predicts, of the text and of each context."""
+    source = find_model(cell)
+    cache = Cache.of(source.args, source.args.kv_cache)
+
+    def row(figures: str, context: int, prompt: int, end: int) -> Row:
+        sizes: dict[str, Any] = {"prompts": [prompt], "ends": [end], "reserved": (1, end), "itemsize": cell.itemsize}
+        predicted = {"predicted": True, "predicted_cache_bytes": cache.predicted_bytes(**sizes)}
+        return {"figures": figures, "context": context, **predicted}
+
+    length = plan["length"]
+    text = row("quality", length, length - plan["tokens"], length - 1)
+    steps = (row("step", context, context - STEPS - 1, context) for context in plan["contexts"])
+    return [text, *({**step, "batch_size": 1, "kv_caching": True} for step in steps)]
+
+
+def _facts(model: Transformer, cache: Cache, path: str, others: OtherLoad) -> Row:
+    """Return the row of the cell: what a kind is, what computed it, and the load of other work meanwhile."""
     own: Row = {"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [others.stop()]}
     own |= {"lossless": all(layer.lossless for layer in cache.layers), "saves": _saves(model, cache)}
-    own["quantized"] = is_quantized(cache, model.dtype.itemsize)
-    return {"rows": [own, *({**row, "path": path} for row in rows)]}
+    return {**own, "quantized": is_quantized(cache, model.dtype.itemsize)}
 
 
 @torch.inference_mode()
@@ -101,8 +130,9 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     length, scored, greedy = plan["length"], plan["tokens"], plan["greedy_tokens"]
     uncached = cell.but(input_len=length - 1, output_len=1, kv_caching=False, logits="all")
     check_memory(uncached, source.args, source.device, stored=source.stored)
-    model, text = source.build(), encode_prompt(source.tokenizer, read_corpus())
-    ids = text[:length]
+    model, text = source.build(), text_ids(source, plan["text"])
+    others, ids = OtherLoad(), text[:length]
+    others.start()
     prompt_len, reference = length - scored, _reference(model, ids[:-1], scored)
     cache, seconds, before = model.new_cache(rows=1, length=length - 1), list[float](), forwards_by_runner(model)
     with closing(next_logits(model, ids, prompt_len=prompt_len, cache=cache)) as steps:
@@ -114,11 +144,10 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     size = _size(model, cache, prompt_len, length - 1)
-    row |= {**size, **greedy_divergence(model, ids[: length - greedy], greedy)}
-    rounds = is_quantized(cache, model.dtype.itemsize)
-    bytes_due = size["predicted_cache_bytes"]
-    checks = judge_kind(model, cache, ids[:-1], prompt=prompt_len, predicted=bytes_due, quantized=rounds)
-    return {"rows": [row, *checks, *_needle_rows(model, source, plan, text)]}
+    row |= {**size, **(greedy_divergence(model, ids[: length - greedy], greedy) if greedy else {})}
+    own, bytes_due = _facts(model, cache, path, others), size["predicted_cache_bytes"]
+    checks = judge_kind(model, cache, ids[:-1], prompt=prompt_len, predicted=bytes_due, quantized=own["quantized"])
+    return {"rows": [own, row, *checks, *_needle_rows(model, source, plan, text)]}
 
 
 def _reference(model: Transformer, ids: Sequence[int], scored: int) -> Tensor:

@@ -5,6 +5,7 @@ import os
 import re
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from llama.bench.report.files import write_json
 from llama.bench.schema import SCHEMA, Report, rows_of
@@ -38,11 +39,14 @@ def make_folder(out: Path, name: str) -> Path:
 
 
 def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
-    """Return the newest folder under `out` that measures the same cells, and its report, or raise ValueError."""
+    """Return the newest folder under `out` that measures the same cells on the same text, and its report.
+
+    Raises ValueError if there is none.
+    """
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         kept = _read(path)
-        if kept is not None and kept["cells"] == report["cells"]:
+        if kept is not None and kept["cells"] == report["cells"] and _text_of(kept) == _text_of(report):
             kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for row in rows_of(kept, "cell"):
                 row["error"] = None  # what died is tried again
@@ -60,6 +64,10 @@ def _read(path: Path) -> Report | None:
         return report if report["schema"] == SCHEMA and report["cells"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _text_of(report: Report) -> list[Any]:
+    return [report["plan"].get(name) for name in ("text", "prompt_len", "longest")]
 
 
 def _kind(report: Report) -> str:

@@ -27,6 +27,7 @@ from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
+from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.streaming import encode_prompt
 from llama.watch.page import page
@@ -54,7 +55,10 @@ def describe_machine(cell: Cell) -> dict[str, Any]:
 
 
 def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
-    """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset."""
+    """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset.
+
+    `seconds` is the time of all of it, without that of the process to start and to end.
+    """
     started = time.perf_counter()
     engine, facts, *_ = open_engine(cell)
     loaded = time.perf_counter() - started
@@ -70,7 +74,7 @@ def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
     many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else step  # short: a step reads all weights
     timed = {"max_seq_len": engine.args.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
     timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": many}
-    return {"model": facts, "timed": timed}
+    return {"model": facts, "timed": timed, "seconds": time.perf_counter() - started}
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def main(job_path: str, result_path: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = json.loads(Path(job_path).read_text("utf-8"))
     cell = Cell(**job.pop("cell"))
-    torch.set_num_threads(cell.threads or torch.get_num_threads())  # every engine reads it
+    use_threads(cell.threads or torch.get_num_threads())  # every engine reads it; the run has chosen it for all jobs
     try:
         result: dict[str, Any] = {"done": JOBS[job.pop("kind")](cell, **job)}
     except ValueError as error:

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from llama.bench.report.cells import CellView, groups
-from llama.bench.report.columns import NOT_JUDGED, megabytes
+from llama.bench.report.columns import NOT_JUDGED, NOT_MEASURED, megabytes
 from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.derived import crossovers, growth, saved, step_groups, unbeaten
-from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster
+from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster, share_of_full
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
 from llama.bench.report.tables import kind_rows, on_or_off
@@ -174,20 +174,22 @@ def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
 def draw_kinds(report: Report) -> Figure | None:
     """Draw bytes, time and quality of every kind of cache at one length, a row for each kind, all bars from zero."""
     rows = kind_rows(report) if report["preset"] == "caches" else []
-    if not rows:
+    measured = [row for row in rows if not row.get("predicted")]
+    if not measured:
         return None
-    full, least = report["cells"][0]["kv_cache"], min(rows, key=lambda row: row["of_full"] or 1)
-    words = f"{least['kind']} stores {least['of_full'] or 1:.2g} of the bytes of {full}"
-    if least["judged"]:
-        words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens"
+    compared, words = [row for row in measured if row["of_full"] is not None], "Bytes, time and quality by kind"
+    if compared:
+        least = min(compared, key=lambda row: row["of_full"])
+        words = f"{least['kind']} stores {share_of_full(least, report['cells'][0]['kv_cache'], '.2g')}"
+        words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens" if least["judged"] else ""
     heights, names = [canvas.row_height(len(rows))] * 3, [row["kind"] for row in rows]
     below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1 against the model without a cache"
     figure, axes = canvas.new_figure(words, below, heights=heights, times=(1,), legend=False)
-    stored = [row["cache_bytes"] / MB if row.get("cache_bytes") is not None else None for row in rows]
+    stored, predicted = [row["cache_bytes"] / MB for row in rows], [bool(row.get("predicted")) for row in rows]
     seconds = [1e3 * statistics.median(row["step_seconds"]) if row.get("step_seconds") else None for row in rows]
     other = [100 * (1 - row["top1_agreement"]) if row["judged"] else None for row in rows]
-    canvas.draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=palette.CACHE.light)
-    canvas.draw_bars(axes[1], names, seconds, "time per token, ms", ".3g")
+    canvas.draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=palette.CACHE.light, predicted=predicted)
+    canvas.draw_bars(axes[1], names, seconds, "time per token, ms", ".3g", missing=NOT_MEASURED)
     canvas.draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=palette.ANEW.light, missing=NOT_JUDGED)
     return figure
 
@@ -195,7 +197,7 @@ def draw_kinds(report: Report) -> Figure | None:
 def draw_pareto(report: Report) -> Figure | None:
     """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
     rows = kind_rows(report) if report["preset"] == "caches" else []
-    rows = [row for row in rows if row["judged"] and row.get("cache_bytes") and row.get("step_seconds")]
+    rows = [row for row in rows if row["judged"] and row.get("step_seconds")]
     if len(rows) < 3:
         return None
     other = [100 * (1 - row["top1_agreement"]) for row in rows]
