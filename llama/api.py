@@ -21,6 +21,7 @@ from llama.checkpoint import Checkpoint, load_weights, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.cli.progress import progress_bar
 from llama.fast.choose import make_fast
+from llama.host.cores import choose_once
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES
 from llama.kv_cache import Cache, KVCache, cache_kind
@@ -51,6 +52,7 @@ def load(
     activations: int = 16,
     repack: bool = True,
     exact: bool = False,
+    threads: int | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a checkpoint, and return its model and tokenizer.
 
@@ -70,6 +72,8 @@ def load(
     `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
         but a step is slower, scales are not checked, and the file must not change.
     `exact`: exact mode, see `Transformer.exact`; with `quantize` it needs `fast` and native code.
+    `threads`: threads that compute in this process on a CPU. By default the count of OMP_NUM_THREADS or
+        MKL_NUM_THREADS, else PyTorch's, or fewer, once and with a warning, if other work occupies cores.
 
     Raises ValueError, CheckpointError for the files, and `llama.checkpoint.demo.DemoUnavailable`.
     """
@@ -79,6 +83,8 @@ def load(
     quantize = None if quantize == "auto" else quantize
     check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
     check(quantize=quantize)
+    if on.type == "cpu":
+        choose_once(logger.warning, threads)
     ranks = join(on)
     path = demo_model_path() if path == "demo" else path
     checkpoint = open_checkpoint(path, tokenizer_path=tokenizer_path, max_seq_len=max_seq_len)

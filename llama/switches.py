@@ -4,6 +4,7 @@ A setting applies to all later calls. A call is checked before anything is compu
 an attention with a flag; does not know what a layer computes.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.host.cores import FreeCores, choose_once
 from llama.kv_cache import Cache, cache_kind, check_lossless
 from llama.kv_cache.cache import Source
 from llama.ops import Ops
@@ -23,6 +25,8 @@ from llama.ranks import Ranks
 from llama.rope import RopeTable
 from llama.rows import Rows
 from llama.stepper import Execution, Runner
+
+logger = logging.getLogger(__name__)
 
 LINEAGE = uuid4()  # equal in a process and those that were forked from it
 
@@ -270,6 +274,8 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
             "computing would wait for them for ever; call torch.set_num_threads(1) here first, or start processes "
             "by spawn"
         )
+    elif not FreeCores.chosen and model.device.type == "cpu":  # the first call of a model that `load` did not make
+        choose_once(logger.warning)
 
 
 def check_fits(model: Switches, cache: Cache) -> None:

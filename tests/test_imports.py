@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "llama/streaming.py": ("batch", ""),
     "llama/stepper.py": ("batch kv_cache rows", "torch"),
     "llama/generation.py": ("batch kv_cache ranks request rows stepper streaming", "torch"),
-    "llama/switches.py": ("args exact.switch kv_cache ops ranks rope rows stepper", "torch"),
+    "llama/switches.py": ("args exact.switch host.cores kv_cache ops ranks rope rows stepper", "torch"),
     "llama/session.py": (
         "args batch generation kv_cache locked request rows sessions stepper streaming untrusted.words",
         "torch",

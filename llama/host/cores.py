@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 from llama.host.cgroups import ROOT, kernel_text, own_groups, quota
 
@@ -45,12 +46,10 @@ def use_threads(asked: int | None) -> None:
     None follows MKL_NUM_THREADS or OMP_NUM_THREADS, else torch's default, limited to the quota that torch does not
     know. Raises ValueError for a count below 1 or above 8 a core.
     """
-    most = _MOST_PER_CORE * (os.cpu_count() or 1)
-    if asked is not None and not 1 <= asked <= most:
-        raise ValueError(
-            f"--threads={asked} must be from 1 to {most}, which is {_MOST_PER_CORE} for each of this machine's cores"
-        )
-    if asked is None:
+    if asked is not None:
+        check_threads(asked, "--threads")
+        FreeCores.chosen = True
+    else:
         if any(name in os.environ for name in _COUNTS) or usable_cores() == bound_cores():
             return
         asked = min(threads(), usable_cores())
@@ -59,28 +58,60 @@ def use_threads(asked: int | None) -> None:
         torch.set_num_threads(asked)
 
 
+def check_threads(asked: int, name: str) -> None:
+    """Raise ValueError for a count of threads below 1 or above 8 a core; `name` is that of the flag or argument."""
+    most = _MOST_PER_CORE * (os.cpu_count() or 1)
+    if not 1 <= asked <= most:
+        raise ValueError(
+            f"{name}={asked} must be from 1 to {most}, which is {_MOST_PER_CORE} for each of this machine's cores"
+        )
+
+
+def choose_once(say: Callable[[str], None], asked: int | None = None) -> None:
+    """Choose the threads of a program that imports this library, for this process alone and before it computes.
+
+    `asked` is the user's count. Without one, the first call chooses as `FreeCores` does, unless a command has chosen,
+    and later calls do nothing: `torch.set_num_threads` then changes the count. Raises ValueError as `use_threads`.
+    """
+    if asked is not None:
+        check_threads(asked, "threads")
+        FreeCores.chosen = True
+        sys.modules["torch"].set_num_threads(asked)
+    elif not FreeCores.chosen:
+        FreeCores().choose_threads(say, use=sys.modules["torch"].set_num_threads, remedy="pass threads={} to load")
+
+
 class FreeCores:
     """A look at the load of the machine that begins now and ends in `choose_threads`."""
+
+    chosen: ClassVar[bool] = False  # whether the threads of this process were chosen: it is done once
 
     def __init__(self) -> None:
         self._load, self._began = OtherLoad(), time.perf_counter()
         self._load.start()
 
-    def choose_threads(self, say: Callable[[str], None], *, known: int | None = None) -> None:
+    def choose_threads(
+        self,
+        say: Callable[[str], None],
+        *,
+        known: int | None = None,
+        use: Callable[[int], None] = use_threads,
+        remedy: str = "pass --threads {}",
+    ) -> None:
         """Compute with at most one thread for each free core, and say so if that is fewer than before.
 
         Call it before the first computation. It waits until the look has lasted half a second. `known`: the count that
-        an earlier part of the same run used; it replaces the look.
+        an earlier part of the same run used; it replaces the look. `use` sets the count; `remedy` says how a user does.
 
         Threads meet at barriers several times a layer, where all wait for a thread whose core is busy: a forward can
         then take many times as long as with one thread. A count that the user or a quota sets does not change, nor do
         the ranks of a torchrun, which are each other's load.
         """
-        count = threads()
+        count, FreeCores.chosen = threads(), True
         if count == 1 or (_number("LOCAL_WORLD_SIZE") or 1) > 1 or any(name in os.environ for name in _COUNTS):
             return
         if known is not None:
-            use_threads(known)
+            use(known)
             return
         time.sleep(max(0.0, self._began + LEAST_SECONDS - time.perf_counter()))
         others, cores = self._load.stop(), os.cpu_count() or 1
@@ -88,10 +119,10 @@ class FreeCores:
             return
         chosen = max(1, int(min(usable_cores(), cores - others) + 0.5))
         if chosen < count:
-            use_threads(chosen)
+            use(chosen)
             say(
                 f"other work occupies {others:.1f} of {cores} cores: computing with {chosen} "
-                f"thread{'s' * (chosen > 1)} instead of {count}; --threads {count} uses them anyway"
+                f"thread{'s' * (chosen > 1)} instead of {count}; {remedy.format(count)} to override"
             )
 
 

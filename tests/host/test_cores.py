@@ -13,8 +13,9 @@ import pytest
 import torch
 from cgroups import write_group
 from commands import Command, Main
+from fakes import write_checkpoint
 
-from llama import cli
+from llama import ModelArgs, Transformer, cli, load
 from llama.host import cores
 from llama.host.cgroups import quota
 from llama.host.cores import FreeCores, OtherLoad, usable_cores
@@ -26,6 +27,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux report
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let a test set the count of threads, here and in the environment, and put it back."""
     before = torch.get_num_threads()
+    monkeypatch.setattr(FreeCores, "chosen", False)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     yield
@@ -169,6 +171,53 @@ def test_every_command_that_computes_in_this_process_takes_fewer_threads(
     said, error = err.splitlines()
     assert said.startswith("other work occupies 2.0 of 4 cores: computing with 2 threads instead of 4;")
     assert "not/there" in error
+
+
+def train_once(model: Transformer) -> None:
+    model.with_kv_caching(False)(torch.tensor([[1, 2, 3]])).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["load", "generate", "train"])
+def test_a_program_that_imports_the_library_takes_fewer_threads_once_before_it_computes(
+    way: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Native code computes with torch's count, too. What the program starts chooses by itself."""
+    busy = iter([2.6])
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: next(busy))
+    model = Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=9, max_seq_len=16))
+    assert torch.get_num_threads() == 4, "a model that was made has computed nothing"
+    if way == "load":
+        load(write_checkpoint(tmp_path / "tiny"), device="cpu")
+    elif way == "generate":
+        model.generate_tokens([[1, 2]], 2, temperature=0.0)
+    else:
+        train_once(model)
+    assert torch.get_num_threads() == 1
+    assert "OMP_NUM_THREADS" not in os.environ
+    (said,) = [record.message for record in caplog.records if "other work" in record.message]
+    assert said.endswith("computing with 1 thread instead of 4; pass threads=4 to load to override")
+    torch.set_num_threads(3)
+    train_once(model)
+    load(write_checkpoint(tmp_path / "again"), device="cpu")
+    assert torch.get_num_threads() == 3, "it is chosen once, and a later count of the program's own stays"
+    load(write_checkpoint(tmp_path / "third"), device="cpu", threads=2)
+    assert torch.get_num_threads() == 2
+
+
+def test_an_argument_of_load_and_the_environment_win(
+    free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
+    folder = write_checkpoint(tmp_path / "tiny")
+    with pytest.raises(ValueError, match=r"^threads=0 must be from 1 to 32"):
+        load(folder, device="cpu", threads=0)
+    model, _ = load(folder, device="cpu", threads=3)
+    model.generate_tokens([[1, 2]], 2, temperature=0.0)
+    assert torch.get_num_threads() == 3
+    monkeypatch.setattr(FreeCores, "chosen", False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    load(folder, device="cpu")
+    assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
