@@ -49,13 +49,18 @@ def use_threads(asked: int | None) -> None:
     if asked is not None:
         check_threads(asked, "--threads")
         FreeCores.chosen = True
-    else:
-        if any(name in os.environ for name in _COUNTS) or usable_cores() == bound_cores():
-            return
-        asked = min(threads(), usable_cores())
+    elif (asked := _within_quota()) is None:
+        return
     os.environ.update(dict.fromkeys(_COUNTS, str(asked)))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(asked)
+
+
+def _within_quota() -> int | None:
+    """Return torch's count limited to the quota that torch does not know; None without one, or with a user's count."""
+    if any(name in os.environ for name in _COUNTS) or usable_cores() == bound_cores():
+        return None
+    return min(threads(), usable_cores())
 
 
 def check_threads(asked: int, name: str) -> None:
@@ -78,7 +83,10 @@ def choose_once(say: Callable[[str], None], asked: int | None = None) -> None:
         FreeCores.chosen = True
         sys.modules["torch"].set_num_threads(asked)
     elif not FreeCores.chosen:
-        FreeCores().choose_threads(say, use=sys.modules["torch"].set_num_threads, remedy="pass threads={} to load")
+        use = sys.modules["torch"].set_num_threads
+        if (within := _within_quota()) is not None:
+            use(within)
+        FreeCores().choose_threads(say, use=use, remedy="pass threads={} to load")
 
 
 class FreeCores:

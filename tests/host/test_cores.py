@@ -204,6 +204,15 @@ def test_a_program_that_imports_the_library_takes_fewer_threads_once_before_it_c
     assert torch.get_num_threads() == 2
 
 
+def test_a_program_that_imports_the_library_computes_within_its_quota(
+    free_counts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(OtherLoad, "stop", lambda self: 0.0)
+    cores.choose_once(pytest.fail)
+    assert torch.get_num_threads() == 2
+
+
 def test_an_argument_of_load_and_the_environment_win(
     free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
