@@ -1,6 +1,7 @@
 """The documents are true: their Python runs, their commands parse, their figures add up, their files exist."""
 
 import importlib
+import inspect
 import math
 import re
 import shlex
@@ -12,15 +13,19 @@ from bench_reports import caches_report, chat_report, sweep_report, table_report
 
 from llama import cli
 from llama.bench import schema
+from llama.ops import attend
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+RESEARCH = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README + RESEARCH, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.splitlines()[0])
-def test_python_in_the_readme_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_in_the_readme_and_in_the_page_on_research_runs(
+    snippet: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 
@@ -73,6 +78,30 @@ def test_the_five_minutes_are_five_minutes_of_short_sentences() -> None:
     sentences = re.split(r"(?<=[.?!])(?:\*\*)?\s+|\n\s*\n", prose)
     assert len(prose.split()) < 900
     assert [sentence for sentence in sentences if len(sentence.split()) >= 20] == []
+
+
+def test_the_self_test_cites_headings_that_exist() -> None:
+    page = (ROOT / "docs" / "kv_cache_self_test.md").read_text(encoding="utf-8")
+    cited = re.findall(r"\*\(([^)]+)\)\*", page)
+    assert len(cited) == 6
+    assert [name for name in cited if f"## {name}\n" not in FIVE_MINUTES] == []
+
+
+def test_pages_and_the_exercise_show_attend_with_its_parameters() -> None:
+    wanted = ", ".join(inspect.signature(attend).parameters)
+    pages = {page: (ROOT / page).read_text(encoding="utf-8") for page in (*PAGES, "course/kit/TASK.md")}
+    shown = {page: re.findall(r"`attend\(([^.)]+)\)`", text) for page, text in pages.items()}
+    assert sum(map(len, shown.values())) >= 2
+    assert [page for page, found in shown.items() if set(found) - {wanted}] == []
+
+
+def test_every_variable_of_the_environment_that_a_user_can_set_has_a_page() -> None:
+    """LLAMA_JOB is set by the benchmark for its own processes."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "llama").rglob("*.py"))
+    page = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    named = {*re.findall(r'"(LLAMA_[A-Z_]+)"', sources)} - {"LLAMA_JOB"}
+    assert len(named) >= 3
+    assert {*re.findall(r"^\| `(LLAMA_[A-Z_]+)", page, flags=re.MULTILINE)} == named
 
 
 def test_the_five_minutes_count_bytes_as_their_formula_does() -> None:
