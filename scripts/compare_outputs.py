@@ -78,7 +78,8 @@ def recorded(file: Path) -> dict[str, str]:
 def outputs(saved: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, digest) of every output; `saved` is a session file, which is written if it does not exist."""
     for dtype in ("fp32", "bf16", "fp16", "fp64"):
-        model, tokenizer = load("demo", dtype=dtype, exact=True)
+        count = torch.get_num_threads()  # for all models: by default the load of the machine would decide it
+        model, tokenizer = load("demo", dtype=dtype, exact=True, threads=count)
         yield from logits_of(f"exact {dtype}", model, tokens_of(tokenizer))
         if dtype == "fp32":
             yield "a saved session, continued", of_session(model, tokenizer, saved)

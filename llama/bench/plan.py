@@ -253,7 +253,7 @@ class Run:
         report, cells = self.report, cells_of(self.report)
         for place, cell in enumerate(cells if report["preset"] == "caches" else ()):
             there = {(row["figures"], row.get("context")) for row in report["rows"] if row["cell"] == place}
-            rows = predicted_kind(cell, report["plan"])
+            rows = [] if cell_row(report, place)["error"] else predicted_kind(cell, report["plan"])
             merge(report, [row for row in rows if (row["figures"], row["context"]) not in there], place)
         for place, cell in enumerate(cells if report["preset"] in ("table", "sweep") else ()):
             row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)

@@ -45,7 +45,8 @@ def report_sections(report: Report) -> list[Section]:
     """Return the report after its head, in reading order, without empty tables."""
     has_details = report["preset"] not in ("caches", "chat")
     views = cell_views(report)
-    notes = [f"{view.label}: {note}" for view in views if not has_details for note in view.row.get("notes", [])]
+    noted = [] if has_details else views
+    notes = [f"{name_of(view, report)}: {note}" for view in noted for note in view.row.get("notes", [])]
     steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     found = [
         Section("Kinds of cache", tables.cache_tables(report), ("kinds", "pareto")),
