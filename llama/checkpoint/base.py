@@ -196,7 +196,6 @@ def assemble(
     head, embedding = names["output.weight"], names["tok_embeddings.weight"]
     shared = head not in tensors and embedding in tensors and says_tied is not False
     if shared:
-        logger.info("%s: no %s, so the output layer is the embedding (tied)", path, head)
         tensors = {**tensors, head: tensors[embedding]}
     needed = {names[name]: shape for name, shape in needed_shapes(args).items()}
     check_shapes(path, needed=needed, found={name: weight.shape for name, weight in tensors.items()})
