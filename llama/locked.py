@@ -7,10 +7,11 @@ from threading import Lock, RLock
 
 @contextmanager
 def locked(lock: "Lock | RLock", taken: str | None = None) -> Iterator[None]:
-    """Lock. If `taken` is given, raise RuntimeError with this message instead of waiting for a locked Lock.
+    """Lock. If `taken` is given, raise RuntimeError with this message if the Lock is locked.
 
-    An interrupt between the last line under `with` and the release ends this generator, which releases the lock. So
-    `with` and `yield` share a line: an interrupt between two lines of this function would not.
+    Two threads that begin together may both pass this check; the second one then waits. An interrupt between the last
+    line under `with` and the release ends this generator, which releases the lock. Put `with` and `yield` on one line:
+    an interrupt between two lines of this function could leave the lock locked.
     """
     if taken is not None and lock.locked():  # type: ignore[union-attr]
         raise RuntimeError(taken)

@@ -222,7 +222,8 @@ class Session:
             return self.fork().held_copy(kv_caching=True)
         with self.in_use(), self.model.ranks.one_at_a_time():
             self.begin_computing(kv_caching=True)
-            if self._held < len(self.tokens) or not self._goes_on(self._held):
+            valid = self._held >= self._written or self.cache.truncate(self._held)
+            if self._held < len(self.tokens) or not valid:
                 self._feed(list(self.tokens), kv_caching=True)
             return self.cache.copy()
 
@@ -325,10 +326,6 @@ class Session:
         self._logits, self._held, self._written = None, begin, max(self._written, end)
         return begin
 
-    def _goes_on(self, position: int) -> bool:
-        """Return True if the cache can be fed from `position`, up to which the text is cached."""
-        return position >= self._written or self.cache.truncate(position)
-
     def _cut(self, position: int) -> None:
         if position < len(self.tokens):
             self._logits, self._held, self.tokens = None, min(self._held, position), self.tokens[:position]
@@ -378,5 +375,6 @@ class Sessions:
             session = Session(self, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)
             session.restore(content)
         except ValueError as error:
-            raise ValueError(f"{path} cannot be loaded here: {printable(str(error), 400)}") from error
+            again = "if an earlier version saved it, feed its ids again"
+            raise ValueError(f"{path} cannot be loaded here: {printable(str(error), 400)}; {again}") from error
         return session

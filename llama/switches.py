@@ -44,7 +44,10 @@ class OwnCache(threading.local):
 
 
 class Weights:
-    """The identity of a model's weights. A deep copy of it is another one; a pickle restores the same."""
+    """The identity of a model's weights. A deep copy of it is another one; a pickle restores the same.
+
+    Changes in place are not detected.
+    """
 
     def __init__(self) -> None:
         self.token = uuid4()
@@ -213,7 +216,7 @@ class Switches(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         here: dict[str, Any] = {"_own": OwnCache()}
-        if state["lineage"] != LINEAGE:  # else this is the process of the original, or a fork of that process
+        if state.get("lineage") != LINEAGE:  # else this is the process of the original, or a fork of that process
             here |= {"process": os.getpid(), "lineage": LINEAGE}
         super().__setstate__({**state, **here})  # type: ignore[no-untyped-call]
 

@@ -1,15 +1,12 @@
-"""Answer the open questions about the fast path on a GPU: what to keep, what to delete, and the figures for the docs.
+"""Time the fast path on a GPU: a start, variants of a step, jobs, kernels, products and a peer.
 
     python scripts/gpu_lab.py                             # on a GPU: eight minutes at most
     python scripts/gpu_lab.py --device cpu --shape tiny   # a rehearsal without a GPU; its figures say nothing
 
 Each part runs in a process of its own with a time limit, in the order of its value, so a part that crashes or hangs
-does not stop the others. Each result is a line of JSON in OUT/lab.jsonl as soon as it is known; a table comes last.
-
-The rules of decision were written before the first run, each against the compiled step in the same part: Triton's
-kernels serve a GPU if they are 1.15 times as fast at 16 rows, and one row if they are 1.05 times as fast there. Early
-launches, and tuning by Inductor, need 1.03 at either. A variant counts only if its trial passes, with 50 replays that
-are equal in all bits. docs/log.md says what was decided.
+does not stop the others. Each result is a line of JSON in OUT/lab.jsonl as soon as it is known.
+Triton's kernels serve a kind of GPU if they are 1.15 times as fast as the compiled step at 16 rows, and one row if they
+are 1.05 times as fast there (docs/log.md). A variant counts only if its trial passes.
 """
 
 import json
@@ -298,8 +295,6 @@ def _variants(bench: Bench, model: Transformer) -> Iterator[tuple[str, Callable[
     yield "compiled", lambda: made
     if not bench.gpu:
         return
-    yield "compiled, early launches", partial(compiled, backend, plain, **{"triton.enable_pdl": True})
-    yield "compiled, tuned", partial(compiled, backend, plain, coordinate_descent_tuning=True)
     from llama.fast.graph_kernels import TRITON
 
     yield "Triton", lambda: TRITON

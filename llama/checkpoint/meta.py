@@ -141,7 +141,7 @@ def _length(path: Path, args: ModelArgs, tokenizer: Tokenizer, given: int | None
         raise CheckpointError(
             path,
             "does not state for how many positions the model was made, and no released model has these sizes; "
-            'use --max_seq_len N, or add "max_seq_len": N to the file',
+            'load it with max_seq_len=N (--max_seq_len N), or add "max_seq_len": N to the file',
         )
     return "as requested", given
 

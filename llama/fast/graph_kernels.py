@@ -20,8 +20,8 @@ from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, Prompts, adv
 from llama.ops import linear
 
 PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smallest size of a tensor core's operand
-# Attention. Up to ONE_SPLIT slots, one program has all of them: a second launch costs as much as splits save. Above,
-# each has SPLIT, or more in the longest texts: `_combine` has all results of a head in registers.
+# Up to ONE_SPLIT slots, one program reads all slots of a head: a second launch costs as much as splits save. Longer
+# buffers are divided into at most MOST_SPLITS parts of SPLIT slots or more.
 ONE_SPLIT, SPLIT, MOST_SPLITS = 1024, 512, tl.constexpr(64)
 BLOCK = 64  # slots that are loaded at a time
 HEAD_DIMS = (16, 32, 64, 128)
@@ -110,7 +110,7 @@ def _attend(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SCALE: tl.constexpr,
-    SPLIT: tl.constexpr,
+    DIVIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Attend for the queries of one key head of one row, to one split of the slots before the row's position.
@@ -153,7 +153,7 @@ def _attend(
     here = (row * tl.num_programs(1) * GROUP + head * GROUP + query) * splits + split
     total = tl.where(total == 0, 1.0, total)  # an empty split: its peak is -inf
     tl.store(mixed + here[:, None] * HEAD_DIM + across, weighted / total[:, None], (query < GROUP)[:, None])
-    if SPLIT:
+    if DIVIDED:
         tl.store(sums + here, peak + tl.log2(total), query < GROUP)
 
 

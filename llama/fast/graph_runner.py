@@ -20,6 +20,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from llama.args import Refused
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, prompt_layer, step_on
@@ -44,7 +45,7 @@ KEPT, KEPT_SHARE = 3, 1 / 16  # sets of buffers that are kept, and their share o
 
 UNSURE = -2  # the id of a token that the candidates do not decide, see `choose_ahead`; -1: logits that are not finite
 
-PROMPTS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
+PROMPT_CALLS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
 
 Replay = Callable[[], object]
 
@@ -153,7 +154,7 @@ class GraphRunner:
         self.ops, self.many, self._recorder = ops, many or ops, recorder or Recorder
         names = dict.fromkeys((self.ops.name, self.many.name))
         self.name = self.code = f"CUDA graphs of {' and '.join(names)} kernels"
-        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPTS
+        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPT_CALLS
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
@@ -193,6 +194,11 @@ class GraphRunner:
         except Unsupported as why:
             self._warn(why)
             return None
+        except Refused:
+            raise
+        except Exception as error:  # a compiler or a driver may raise anything; the modules feed the prompt again
+            self.give_up(error, *tokens.shape)
+            return None
         self.forwards += 1
         return made
 
@@ -205,11 +211,15 @@ class GraphRunner:
         """
         request = batch.request
         usual = request.on_step is None and type(batch.sampler) is Sampler
-        if self._retired or not usual or self._watched(model) or not self.in_use.acquire(blocking=False):
+        if self._retired or not usual or self._watched(model):
             return None
-        made = None
         rows, length = len(request.prompts), request.longest
+        made: GraphStepper | None = None
+        acquired = False
         try:
+            acquired = self.in_use.acquire(blocking=False)
+            if not acquired:
+                return None
             buffers = self.buffers_for(model, rows, length, _new_cache(model, request, cache))
             if cache is not None and rows == 1:
                 _allocate(cache, 1, length, model)
@@ -219,7 +229,7 @@ class GraphRunner:
         except Exception as error:  # a driver may raise anything
             self.give_up(error, rows, length)
         finally:
-            if made is None:
+            if acquired and made is None:
                 self.in_use.release()
         return made
 
@@ -244,7 +254,7 @@ class GraphRunner:
             self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
         else:
             self._retired, self.name, self.plain = True, "plain", frozenset()
-            self._warn(f"a step failed ({short_message(error)})")
+            self._warn(f"a kernel failed ({short_message(error)})")
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return the step's graph; record it if there is none yet."""
@@ -351,9 +361,12 @@ class GraphStepper(PlainStepper):
         of several rows is a copy for this batch, and is not used any more.
         """
         if self.cache is not self._buffers.cache:
+            assert self.cache is not None
             _copy(self.cache, self._buffers.cache, len(self.batch.texts), 0, max(self.batch.cur_pos) - 1)
             if len(self.batch.texts) > 1:
-                self.cache = self._buffers.cache
+                filled = self._buffers.cache
+                filled.source, filled.failed_at = self.cache.source, None
+                self.cache = filled
 
     def _recorded(self, *, whole: bool) -> Iterator[Chosen]:
         """Yield the tokens of further steps, each block after the next one was launched.

@@ -44,7 +44,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 # Rows and lengths of steps. Flash attention divides long texts into parts. FEW and MANY rows are timed.
 FEW, MANY = 1, 2 * FEW_ROWS
 SHAPES = ((FEW, 6), (FEW, 600), (2, 1100), (MANY, 40))
-PROMPTS = ((1, 40), (2, 33))
+PROMPT_SHAPES = ((1, 40), (2, 33))
 REPLAYS = 50  # that must be equal in all bits: a race between kernels shows in some of them only
 TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 FASTER = 1.03  # a candidate replaces an earlier one if it is so many times as fast; less is noise
@@ -193,7 +193,7 @@ def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
 def try_prompts(model: Transformer, ops: GraphOps) -> None:
     """Raise Unsupported if prompts are not computed as by the modules, with the cache and without."""
     weights, args = GraphRunner(ops).describe(model), model.args
-    for bsz, width in PROMPTS:
+    for bsz, width in PROMPT_SHAPES:
         if bsz > (args.max_batch_size or bsz) or width > args.max_seq_len:
             continue
         ids = torch.arange(bsz * width, device=model.device).view(bsz, width) % args.vocab_size

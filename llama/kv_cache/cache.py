@@ -135,8 +135,8 @@ class Cache:
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed.
 
-        Kinds that drop or round positions may return False, and after a call that did not end also kinds that do not
-        have `keeps_past`. Then the text has to be fed again from position 0.
+        Kinds that drop or round positions may return False. After a call that did not end, return True only up to
+        `failed_at`, and only if all layers have `keeps_past`. If the result is False, feed again from `last_start`.
         """
         if self.failed_at is not None and not (
             position <= self.failed_at and all(layer.keeps_past for layer in self.layers)

@@ -266,20 +266,21 @@ class KVCache:
 
         The limits of rows and positions are checked where memory is allocated, by `args.check_room`.
         """
+        refused = ValueError if self.layer else Refused  # the layers before have written
         wanted = (len(rows.starts), rows.width, self.args.n_kv_heads, self.args.head_dim)
         if xk.shape != wanted or xv.shape != wanted:
-            raise Refused(
+            raise refused(
                 f"the KV cache takes keys and values of shape {wanted}, not {tuple(xk.shape)} and {tuple(xv.shape)}"
             )
         held = xk if self.like is None else self.like
         for new in (xk, xv):
             if new.dtype != held.dtype or new.device != held.device:
-                raise Refused(
+                raise refused(
                     f"the KV cache holds {held.dtype} on {held.device}, so it cannot take {new.dtype} on "
                     f"{new.device}; move the model as a whole, or free the cache first"
                 )
         if torch.is_grad_enabled() and (xk.requires_grad or xv.requires_grad):
-            raise Refused(
+            raise refused(
                 "gradients cannot flow through the KV cache: set kv_caching=False to train, "
                 "or run the model under torch.inference_mode()"
             )

@@ -26,10 +26,10 @@ _FLAT = ("kept_keys", "kept_values", "kept_positions", "kept_scores")
 class ScoredCache(CountingCache):
     """`NAME:SHARE` keeps this share of a prompt, up to 1, in each KV head; `NAME:COUNT` keeps so many positions.
 
-    A share is rounded down, to at least 4 positions: with fewer, a short prompt loses its first token, which receives
-    most of the attention, or its newest. A prompt is compressed once, when it ends (`rows.prompt_ends`): its queries
-    still see all of it, later tokens see the positions that are kept, and these tokens are all stored. A subclass
-    defines `score`; it may override `budget`, `choose` and these attributes:
+    A share is rounded down, to at least 4 positions. With fewer, a short prompt could lose its first token, which
+    receives most of the attention, or its newest one. A prompt is compressed once, when it ends (`rows.prompt_ends`):
+    its queries still see all of it, later tokens see the positions that are kept, and these tokens are all stored. A
+    subclass defines `score`; it may override `budget`, `choose` and these attributes:
 
         default: the parameters of NAME alone.
         every_step: compress after every call. A share is then that of the prompt, also while the text grows.

@@ -162,8 +162,7 @@ def _as_bytes(value: int | bytes) -> bytes:
 def _fields(data: bytes, most: int) -> Iterator[tuple[int, int | bytes]]:
     """Yield the number and value of each field of a message: an int, or bytes; a fixed number is its bytes.
 
-    Raises ValueError behind the field number `most`, because fields of two bytes take longer than the file's size
-    allows.
+    Raises ValueError for more than `most` fields: many short fields take too long to parse for the size of the file.
     """
     at, end, left = 0, len(data), most
     while at < end:

@@ -460,6 +460,23 @@ def halve_keys(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return rotate(x, cos_sin) if x.shape[1] == ARGS.n_heads else rotate(x, cos_sin) * 0.5
 
 
+def test_prompts_whose_kernels_fail_later_are_plain_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """As a kernel that is compiled for sizes that the trial did not have, in the middle of a prompt."""
+    calls = count()
+
+    def fail_later(x: Tensor, up: Tensor) -> Tensor:
+        if next(calls) == 3 * ARGS.n_layers + 1:
+            raise RuntimeError("out of resource")
+        return gate(x, up)
+
+    plain, fast = twins()
+    assert WITH_PROMPTS.prompts is not None
+    fast.runner = GraphRunner(WITH_PROMPTS._replace(prompts=WITH_PROMPTS.prompts._replace(gate=fail_later)))
+    for _ in range(5):
+        assert fast.generate_tokens(PROMPTS, 5, **GREEDY) == plain.generate_tokens(PROMPTS, 5, **GREEDY)
+    assert caplog.messages == ["fast: a kernel failed (RuntimeError: out of resource); the plain path runs instead"]
+
+
 @pytest.mark.parametrize("wrong", [{"attend": late}, {"rotate": halve_keys}, {"gate": torch.add}])
 def test_prompts_are_plain_if_their_trial_fails(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     plain, _ = twins(dtype=torch.float32)
@@ -649,6 +666,34 @@ def test_the_cache_of_a_session_has_the_positions_of_its_text_between_two_steps(
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-12)
 
 
+def test_after_an_interrupted_prompt_the_buffers_serve_texts_that_continue_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if a step fails, so that calls of the model continue with the cache of the buffers."""
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    plain, fast = twins()
+    texts = []
+    for model in (plain, fast):
+        session = model.session(Ids())
+        session.feed(PROMPTS[0])
+        model.generate_tokens([[1, 2], [3]], 30, **GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr("llama.kv_cache.static.StaticCache._write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate_tokens([[1, 2], [3]], 30, **GREEDY)
+        if model is fast:
+            fast.runner._sets[0].graphs = dict.fromkeys(fast.runner._sets[0].graphs, interrupted_replay)  # type: ignore[union-attr]
+        texts.append(model.generate_tokens([[1, 2], [3]], 28, prefix=session, **GREEDY))
+    assert texts[0] == texts[1]
+
+
+def interrupted_replay() -> None:
+    raise RuntimeError("a driver's error")
+
+
 def test_a_session_with_another_kind_of_cache_is_plain_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     _, fast = twins()
     for kind in ("concat", "paged"):
@@ -742,7 +787,7 @@ def test_after_a_step_that_fails_the_plain_path_continues_with_one_warning(
     assert ran(fast) == 0
     assert str(fast.execution) == "plain"
     assert caplog.messages == [
-        "fast: a step failed (RuntimeError: operation not permitted when stream is capturing "
+        "fast: a kernel failed (RuntimeError: operation not permitted when stream is capturing "
         "Compile with TORCH_USE_CUDA_DSA); the plain path runs instead"
     ]
 

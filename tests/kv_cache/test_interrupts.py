@@ -11,7 +11,6 @@ KINDS = ["static", "concat", "paged", "int8", "window:20+3", "fp8", "quest:16", 
 OTHERS = ["paged:40", "int4", "rotated:k4v3+2", "kivi:2+16", "random", "adakv:0.3", "tova", "knorm", "keydiff", "lagkv"]
 OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
 EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
-INTERRUPTS = 10_000  # of all kinds, half of them in sessions
 
 
 @torch.inference_mode()
@@ -39,16 +38,36 @@ def test_after_an_interrupt_a_session_goes_on(kind: str) -> None:
     interrupt_sessions(kind, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt_caches(kind, INTERRUPTS // 2 // len(EVERY) + 1)
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    """Return how many interrupts a kind gets: 10,000 of all kinds with --long, half of them in sessions."""
+    return (10_000 if request.config.getoption("--long") else 1_000) // 2 // len(EVERY) + 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_after_any_interrupt_a_session_goes_on(kind: str) -> None:
-    interrupt_sessions(kind, INTERRUPTS // 2 // len(EVERY) + 1)
+def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) -> None:
+    interrupt_caches(kind, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_after_any_interrupt_a_session_goes_on(kind: str, count: int) -> None:
+    interrupt_sessions(kind, count)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_text_that_a_later_layer_refuses_is_not_mixed_with_the_one_before(kind: str) -> None:
+    """Gradients are refused; the layers before have written."""
+    model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32).requires_grad_(False)
+    model.layers[1].requires_grad_(True)
+    first, second, cache = some_tokens(1, 41), some_tokens(1, 41, seed=1), model.new_cache(kind)
+    with torch.inference_mode():
+        model(first[:, :40], cache=cache)
+    with pytest.raises(ValueError, match="gradients cannot flow"):
+        model(second[:, :40], cache=cache)
+    with torch.inference_mode(), pytest.raises(ValueError, match="did not end"):
+        model(first[:, 40:], 40, cache=cache)
 
 
 @torch.inference_mode()
