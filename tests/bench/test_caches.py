@@ -352,7 +352,7 @@ def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
         "from llama.kv_cache import ConcatCache\n\n\nclass Own(ConcatCache, kind='own_kind'):\n    lossless = False\n\n"
         "    def update(self, rows, xk, xv):\n"
         "        keys, values = super().update(rows, xk, xv)\n"
-        "        return keys, (values * 4).round() / 4\n"
+        "        return keys, (values * 4096).round() / 4096\n"
     )
     words = ["--kv_cache", f"{file}:own_kind", "--budget", "0.01", "--threads", "1", "--out", str(out)]
     assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, *words]) == 0

@@ -574,6 +574,14 @@ def test_what_other_work_did_to_many_cells_is_one_sentence_and_a_kind_has_one_na
     assert alarms_text(report)[0].startswith("NOISY other work changed the times of all cells;")
 
 
+def test_a_kind_from_a_file_in_a_deep_folder_leaves_room_for_the_picture() -> None:
+    """matplotlib warns, which fails here, if names leave no room for the panels."""
+    deep = f"/{'folder/' * 12}mine.py:mine:0.5"
+    drawn = figures(caches_report(["static", "int8", deep, "paged"]))
+    assert {"mine.py:mine:0.5"} < {text.get_text() for text in drawn["kinds"].findobj(Text)}
+    assert deep in report_markdown(caches_report(["static", deep]))
+
+
 def test_a_conversation_is_shown_turn_by_turn_for_each_way() -> None:
     report = chat_report()
     shown = report_markdown(report)

@@ -1,5 +1,6 @@
 """The pictures of all presets. A function that draws one returns None if the report has no figures for it."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -171,9 +172,15 @@ def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
     return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
+def _named_rows(report: Report) -> list[dict[str, Any]]:
+    """Return the rows of kinds of cache with names that fit beside a panel: without the folder of a file."""
+    rows = kind_rows(report) if report["preset"] == "caches" else []
+    return [{**row, "kind": re.sub(r"[^;]*[/\\]", "", row["kind"])} for row in rows]
+
+
 def draw_kinds(report: Report) -> Figure | None:
     """Draw bytes, time and quality of every kind of cache at one length, a row for each kind, all bars from zero."""
-    rows = kind_rows(report) if report["preset"] == "caches" else []
+    rows = _named_rows(report)
     measured = [row for row in rows if not row.get("predicted")]
     if not measured:
         return None
@@ -196,7 +203,7 @@ def draw_kinds(report: Report) -> Figure | None:
 
 def draw_pareto(report: Report) -> Figure | None:
     """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
-    rows = kind_rows(report) if report["preset"] == "caches" else []
+    rows = _named_rows(report)
     rows = [row for row in rows if row["judged"] and row.get("step_seconds")]
     if len(rows) < 3:
         return None
