@@ -98,10 +98,15 @@ def _guarded(experiment: Callable[[Facts], None], tree: str) -> Facts:
     return found
 
 
+def _type(error: Exception) -> str:
+    """Return the name of the error's first class that is Python's own."""
+    return next(each.__name__ for each in type(error).__mro__ if each.__module__ == "builtins")
+
+
 def _told(error: Exception, tree: str) -> dict[str, str]:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(tree)]
     where = f"{os.path.relpath(frames[-1].filename, tree)}:{frames[-1].lineno}" if frames else ""
-    return {"type": type(error).__name__, "words": str(error)[:300], "where": where}
+    return {"type": _type(error), "words": str(error)[:300], "where": where}
 
 
 # ---- the spelling model ----------------------------------------------------------------------------------------------
@@ -340,7 +345,7 @@ def _outcome(write: Callable[[], tuple["Tensor", "Tensor"]]) -> Facts:
     try:
         keys, _ = write()
     except Exception as error:
-        return {"raised": type(error).__name__, "words": str(error)[:200]}
+        return {"raised": _type(error), "words": str(error)[:200]}
     return {"raised": None, "shape": list(keys.shape), "first": float(keys[0, 0, 0, 0])}
 
 

@@ -70,8 +70,7 @@ class Options(TypedDict, total=False):
     echo (False): begin with the prompt.
     kv_caching (None): None follows the model's setting; True and False apply to this call.
     kv_cache (None): the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
-    share_prefix (False): feed the tokens with which all prompts begin once for all rows; the text is the same. It has
-        no effect if the kind of cache has `whole_prompt`.
+    share_prefix (False): feed a common beginning once, unless the kind of cache has `whole_prompt`; no text changes.
     prefix (None): a session of the model; every row continues its text, which is cached and not fed again.
     device (None): the device on which the model must be; nothing is moved.
     on_step (None): a function that is called before each step with its input, a `Step`.

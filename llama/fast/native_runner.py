@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from llama.args import Refused
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
@@ -140,7 +141,7 @@ class NativeRunner:
     def _check_leaving(self, why: object) -> None:
         """Raise ValueError in exact mode, because the plain path would give other bits."""
         if self.exact:
-            raise ValueError(
+            raise Refused(
                 f"exact mode computes by native code here, and the plain path has other bits; but {why}: undo that, or "
                 "set model.exact = False"
             )

@@ -202,9 +202,12 @@ class Cache:
 
     def _begin(self) -> None:
         """Drop what a call that did not end may have left."""
-        for layer in self.layers if self.failed_at is not None else ():
+        if self.failed_at is None:
+            return
+        reserved = max(layer.reserved for layer in self.layers)  # `reserve` itself may have stopped between two layers
+        for layer in self.layers:
             if not layer.keeps_past:
-                layer.reserve(*layer.reserved)
+                layer.reserve(*reserved)
 
     def _check(self, source: Source) -> None:
         """Raise ValueError unless `source` can continue the contents."""

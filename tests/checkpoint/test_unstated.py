@@ -153,12 +153,12 @@ def test_a_length_that_nothing_decides_is_refused_with_the_flag_and_the_key_that
     tmp_path: Path, tokenizers: dict[bool, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = old_model(tmp_path / "a", tokenizers[SENTENCEPIECE])
-    with pytest.raises(CheckpointError, match=r'use --max_seq_len N, or add "max_seq_len": N to the file'):
+    with pytest.raises(CheckpointError, match=r'with max_seq_len=N \(--max_seq_len N\), or add "max_seq_len": N to'):
         load(path, device="cpu")
     assert load(path, device="cpu", max_seq_len=64)[0].args.max_seq_len == 64
     assert open_checkpoint(old_model(tmp_path / "b", tokenizers[SENTENCEPIECE], max_seq_len=48)).args.max_seq_len == 48
     assert doctor(str(path)) == 1
-    assert "use --max_seq_len N" in capsys.readouterr().out
+    assert "--max_seq_len N" in capsys.readouterr().out
     assert doctor(str(tmp_path / "b")) == 0
     printed = capsys.readouterr().out
     assert "rope_theta=10000.0 (Llama 1 and 2)" in printed

@@ -351,7 +351,7 @@ class ReadsTheLastCall(SnapKVCache):
     whole_prompt = False
 
     def configure(self, params: str) -> None:
-        super().configure("30")
+        super().configure("60")  # whose last 50 queries decide: more than those of the last call
 
 
 @breaks(testing.a_prompt_in_chunks_stores_the_same)
