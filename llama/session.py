@@ -311,7 +311,7 @@ class Session:
     def _begin(self, end: int) -> int:
         """Return the position from which to feed the text up to `end`; truncate the cache, or free it, for that.
 
-        What may be written is recorded before it is, because the call may not end.
+        Record the end of the positions that the call may write before it writes them, because it may not end.
         """
         wanted = begin = max(min(self._held, end - 1), 0)
         if begin < self._written:
