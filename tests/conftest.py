@@ -1,6 +1,8 @@
 """What tests share: one thread, a fixed seed, the same randomised examples every time, and the two real tokenizers."""
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import torch
 from commands import Command
 from fakes import write_checkpoint
 from hypothesis import settings
+from seconds import Seconds
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
@@ -18,16 +21,9 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 
 
-# The longest first, by the seconds that they and their processes compute with --slow: some 130 to 10.
-LONG = (
-    *("test_ranks.py", "test_demo_model.py", "test_console.py", "test_presets.py", "test_caches.py"),
-    *("test_sessions.py", "test_exact.py"),
-    *("test_native.py", "test_reports.py", "test_kinds.py", "test_quantize.py"),
-    *("test_terminal.py", "test_changed_models.py", "test_native_caches.py", "test_checkpoint_memory.py"),
-    *("test_session_file.py", "test_tokenizer.py", "test_certificate_of_the_demo.py", "test_gpu_report.py"),
-    *("test_verify.py", "test_malformed.py", "test_measure.py", "test_exact_triton_kernels.py", "test_chat.py"),
-    *("test_gpu_code.py", "test_native_builds.py", "test_tutorial.py", "test_texts_at_once.py", "test_certificate.py"),
-)
+# Some environments forbid bytecode files. Without them each process rewrites and compiles every module again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,17 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests out, unless --slow asks for them or tests are named, and begin with the longest files.
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Seconds(config), "seconds")
 
-    With these first, two processes end at about the same time.
-    """
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect slow tests, unless --slow asks for them or tests are named."""
     named = any("::" in word for word in config.invocation_params.args)
     slow = {item for item in items if item.get_closest_marker("slow")}
     if slow and not (named or config.getoption("--slow")):
         config.hook.pytest_deselected(items=list(slow))
         items[:] = [item for item in items if item not in slow]
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
