@@ -39,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect slow tests, unless --slow asks for them or tests are named."""
-    named = any("::" in word for word in config.invocation_params.args)
+    """Deselect slow tests, unless --slow or -m slow asks for them or tests are named."""
+    named = any("::" in word for word in config.invocation_params.args) or "slow" in config.getoption("markexpr")
     slow = {item for item in items if item.get_closest_marker("slow")}
     if slow and not (named or config.getoption("--slow")):
         config.hook.pytest_deselected(items=list(slow))
