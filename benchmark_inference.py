@@ -7,7 +7,7 @@ python benchmark_inference.py --preset chat                      a cache that is
 """
 
 from llama import cli
-from llama.cli import console
+from llama.host import console
 
 if __name__ == "__main__":
     console.quiet_imports()

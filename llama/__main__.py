@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from llama import cli
-from llama.cli import console
+from llama.host import console
 from llama.host.version import __version__
 
 HELP = """\

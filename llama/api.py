@@ -19,11 +19,11 @@ import torch
 from llama.args import ModelArgs
 from llama.checkpoint import Checkpoint, load_weights, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
-from llama.cli.progress import progress_bar
 from llama.fast.choose import make_fast
 from llama.host.cores import choose_once
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES
+from llama.host.progress import progress_bar
 from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.names import kinds_named, read_kind
 from llama.model import Transformer

@@ -1,6 +1,6 @@
 """python -m llama.convert IN OUT.gguf --type q8_0: see llama/cli/convert.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("convert")
+    import_module("llama.__main__").start("convert")

@@ -1,6 +1,6 @@
 """python -m llama.perplexity --text FILE: see llama/cli/perplexity.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("perplexity")
+    import_module("llama.__main__").start("perplexity")

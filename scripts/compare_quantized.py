@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    from llama.cli import console
+    from llama.host import console
 
     console.quiet_imports()
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from llama import Tokenizer, Transformer, cli, load
-from llama.cli.progress import progress_bar
 from llama.costs import table
+from llama.host.progress import progress_bar
 from llama.rows import Rows
 from llama.streaming import encode_prompt
 from llama.untrusted.files import TEXT_LIMIT, read_text

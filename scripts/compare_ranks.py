@@ -12,7 +12,7 @@ import sys
 import time
 
 if __name__ == "__main__":
-    from llama.cli import console
+    from llama.host import console
 
     console.quiet_imports()
 

@@ -17,7 +17,7 @@ from typing import cast
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout, whether or not it is installed
-    from llama.cli import console
+    from llama.host import console
 
     console.quiet_imports()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from llama.cli import console
+    from llama.host import console
 
     console.quiet_imports()
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from llama.bench.schema import Report, Row, Status, cell_of, pairs, rows_of
 from llama.bench.statistics import median_of, spread
-from llama.cli.progress import seconds_bar
 from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, is_busy
+from llama.host.progress import seconds_bar
 
 OTHER_WORK = "other work"  # the name of the check
 

@@ -1,6 +1,6 @@
 """python -m llama.checkpoint PATH: see llama/cli/doctor.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("doctor")
+    import_module("llama.__main__").start("doctor")

@@ -14,7 +14,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from llama.cli.console import say
+from llama.host.console import say
 from llama.host.files import cache_dir
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_origin
 
-from llama.cli import console
+from llama.host import console
 from llama.host.cores import use_threads
 
 # Two dashes and a name, or one dash and only a name: `-5 degrees` is a prompt.

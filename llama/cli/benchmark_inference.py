@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.single import measure_cell
-from llama.cli import console
+from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
 
@@ -242,7 +242,7 @@ def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> in
     """Measure one cell and print it."""
     from llama.bench.report.files import write_json
     from llama.bench.report.text import cell_text
-    from llama.cli.progress import seconds_bar
+    from llama.host.progress import seconds_bar
 
     asked = {"repeats": flags.repeats, "compare": flags.compare, "command": as_started()}
     with seconds_bar(cell.name) as bar:
@@ -264,7 +264,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     from llama.bench.report.files import write_json, write_report
     from llama.bench.report.text import alarms_text, table_markdown
     from llama.bench.run.directory import new_run, resumed_run
-    from llama.cli.progress import seconds_bar
+    from llama.host.progress import seconds_bar
 
     folder, report = (resumed_run if flags.resume else new_run)(Path(flags.out), report)
     console.note(f"everything goes into {folder}")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from llama.checkpoint.convert import convert
 from llama.checkpoint.gguf_writer import FILE_TYPES, Part
-from llama.cli import console
-from llama.cli.progress import progress_bar
+from llama.host import console
+from llama.host.progress import progress_bar
 from llama.ranks.torchrun import world_size
 
 

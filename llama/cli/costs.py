@@ -10,8 +10,8 @@ from llama.args import ModelArgs
 from llama.checkpoint import Checkpoint, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.checkpoint.doctor import ways_to_load
-from llama.cli import console
 from llama.costs import MB, cache_bytes, kv_bytes, largest_batch, largest_length, size, table, weights_bytes
+from llama.host import console
 from llama.host.machine import available_memory, dtype_name
 
 _MOST = 1e9  # the limit of the flags

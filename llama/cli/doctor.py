@@ -8,8 +8,8 @@ from pathlib import Path
 from llama.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.checkpoint.doctor import facts, memory
-from llama.cli import console
 from llama.costs import MB, table
+from llama.host import console
 from llama.untrusted.files import read_text
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")

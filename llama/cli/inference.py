@@ -12,7 +12,8 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama.cli import console, variant
+from llama.cli import variant
+from llama.host import console
 from llama.host.cores import FreeCores
 
 if TYPE_CHECKING:
@@ -242,8 +243,8 @@ def write_watch_page(
     **writing: Any,
 ) -> str:
     """Write the page of the first prompt's text; return one line about it."""
-    from llama.cli.progress import progress_bar
     from llama.host.files import replace_file
+    from llama.host.progress import progress_bar
     from llama.watch.page import page
     from llama.watch.record import record
 

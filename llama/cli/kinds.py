@@ -7,7 +7,7 @@ from inspect import getdoc
 
 from llama.api import pick_cache
 from llama.args import ModelArgs
-from llama.cli import console
+from llama.host import console
 from llama.kv_cache import Cache, KVCache
 from llama.kv_cache.names import ALIASES
 

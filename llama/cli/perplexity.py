@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.api import load, pick_cache, pick_device
-from llama.cli import console
+from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.machine import dtype_name
 from llama.quality.perplexity import CONTEXT, PROMPT_LEN, Score, cached_perplexity, perplexity

@@ -11,7 +11,8 @@ from io import TextIOWrapper
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from llama.cli import console, in_one_line
+from llama.cli import in_one_line
+from llama.host import console
 from llama.tokenizer.conversation import Chat
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from llama.api import load, pick_cache, pick_device
-from llama.cli import console
-from llama.cli.progress import progress_bar
+from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
 from llama.host.machine import environment
+from llama.host.progress import progress_bar
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer

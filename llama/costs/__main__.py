@@ -1,6 +1,6 @@
 """python -m llama.costs: see llama/cli/costs.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("costs")
+    import_module("llama.__main__").start("costs")

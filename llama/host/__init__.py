@@ -1,1 +1,1 @@
-"""What this machine is: its cores, its memory, its control groups, and where files go."""
+"""This machine: cores, memory, control groups, standard streams, progress bars, the colours of pages, and files."""

@@ -1,6 +1,6 @@
 """python -m llama.kv_cache: see llama/cli/kinds.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("kinds")
+    import_module("llama.__main__").start("kinds")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.cli.progress import progress_bar
+from llama.host.progress import progress_bar
 from llama.kv_cache import Cache
 from llama.model import Transformer
 

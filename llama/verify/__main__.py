@@ -1,6 +1,6 @@
 """python -m llama.verify: see llama/cli/verify.py."""
 
-from llama.__main__ import start
+from importlib import import_module
 
 if __name__ == "__main__":
-    start("verify")
+    import_module("llama.__main__").start("verify")

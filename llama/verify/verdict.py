@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from llama.cli import console
+from llama.host import console
 from llama.host.files import replace_file
 from llama.host.machine import DTYPES
 from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures, FirstDivergence

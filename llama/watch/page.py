@@ -16,7 +16,7 @@ from itertools import accumulate
 from string import Template
 from typing import Any
 
-from llama.cli import palette
+from llama.host import palette
 from llama.untrusted.words import printable
 from llama.watch.record import Moment, Recording, StepWork
 

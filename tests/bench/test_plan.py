@@ -24,7 +24,7 @@ from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, is_measured, merge, new_report, rows_of
 from llama.cli import benchmark_inference as script
-from llama.cli.progress import seconds_bar
+from llama.host.progress import seconds_bar
 
 REPETITIONS = 2  # as many as the claims need
 FOUR = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]

@@ -44,7 +44,7 @@ from llama.bench.report.plots.pictures import figures
 from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
-from llama.cli import palette
+from llama.host import palette
 
 PICTURES = {
     "table": ["time", "memory", "steps"],

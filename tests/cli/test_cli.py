@@ -19,9 +19,9 @@ from native import needs_a_compiler
 
 import llama.api
 from llama import cli
-from llama.cli import console
 from llama.cli.inference import main, read_prompts, show
 from llama.cli.perplexity import main as perplexity_main
+from llama.host import console
 from llama.host.cores import FreeCores
 from llama.kv_cache import cache_kind
 
@@ -405,7 +405,7 @@ def test_a_cache_file_that_ends_or_fails_is_named_in_one_line(
 
 def test_a_command_s_own_interrupt_is_not_taken_for_the_cache_file_s(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("import signal\nfrom llama.cli import console\nconsole.stop(signal.SIGTERM, None)\n")
+    file.write_text("import signal\nfrom llama.host import console\nconsole.stop(signal.SIGTERM, None)\n")
     with pytest.raises(console.Stopped):
         cache_kind(f"{file}:x")
 

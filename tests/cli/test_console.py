@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llama.cli import console
+from llama.host import console
 from llama.ranks import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the streams and
 COMMAND = """
 import sys, time
 from llama import cli
-from llama.cli import console
+from llama.host import console
 
 def main(*prompts: str, lines: int = 1, wait: bool = False, fail: bool = False, read: bool = False) -> int:
     if read:
@@ -169,8 +169,8 @@ def test_a_terminal_that_is_closed_leaves_no_folder_behind(tmp_path: Path) -> No
 
     file = tmp_path / "command.py"
     file.write_text(
-        "import tempfile, time\nfrom llama import cli\nfrom llama.cli import console\n"
-        "from llama.cli.progress import progress_bar\n\n"
+        "import tempfile, time\nfrom llama import cli\nfrom llama.host import console\n"
+        "from llama.host.progress import progress_bar\n\n"
         "def main() -> int:\n    with tempfile.TemporaryDirectory(), progress_bar('work', total=9) as bar:\n"
         "        print('begun', flush=True)\n        while True:\n            bar.refresh()\n"
         "            time.sleep(0.05)\n\ncli.main(main)\n"
@@ -311,7 +311,7 @@ EVIL = "\033]0;title\a\033[31mred\x9b2J\u202e\r\x7f"
 def test_control_characters_are_visible_on_a_terminal_and_in_messages(tmp_path: Path) -> None:
     file = tmp_path / "command.py"
     file.write_text(
-        "import logging\nfrom llama import cli\nfrom llama.cli import console\n\ndef main(*prompts: str) -> int:\n"
+        "import logging\nfrom llama import cli\nfrom llama.host import console\n\ndef main(*prompts: str) -> int:\n"
         "    console.put(prompts[0])\n    console.put(prompts[0], dim=True)\n"
         "    console.put(f'  BAD {prompts[0]}\\nnot BAD', alarm='BAD')\n"
         "    logging.getLogger('llama').warning(prompts[0])\n"
@@ -341,7 +341,7 @@ def test_control_characters_are_visible_on_a_terminal_and_in_messages(tmp_path: 
 
 def test_only_the_console_prints() -> None:
     # `files` prints results that it cannot write to a file.
-    for file in {*(ROOT / "llama").rglob("*.py")} - {ROOT / "llama/cli/console.py", ROOT / "llama/host/files.py"}:
+    for file in {*(ROOT / "llama").rglob("*.py")} - {ROOT / "llama/host/console.py", ROOT / "llama/host/files.py"}:
         calls = [each.func for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Call)]
         assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"], file
 

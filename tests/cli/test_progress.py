@@ -7,8 +7,8 @@ import pytest
 from commands import Terminal
 from tqdm import tqdm
 
-from llama.cli import progress
-from llama.cli.progress import progress_bar, seconds_bar
+from llama.host import progress
+from llama.host.progress import progress_bar, seconds_bar
 
 
 @pytest.fixture

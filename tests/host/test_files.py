@@ -13,7 +13,8 @@ from bench_reports import table_report
 from commands import Command
 
 from llama.bench.cell import Cell
-from llama.cli import benchmark_inference, console
+from llama.cli import benchmark_inference
+from llama.host import console
 from llama.host.files import check_writable, replace_file, replace_private
 from llama.untrusted.files import read_text
 

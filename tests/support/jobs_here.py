@@ -13,7 +13,7 @@ from llama.bench.plan import Run
 from llama.bench.run import worker
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.schema import Report
-from llama.cli.progress import seconds_bar
+from llama.host.progress import seconds_bar
 
 # Beyond what the tiny model reaches anywhere, so that it raises neither.
 CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}

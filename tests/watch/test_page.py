@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recordings import DEMO, made_up
 
-from llama.cli import palette
+from llama.host import palette
 from llama.untrusted.words import printable
 from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, formulas, kept_attention, page, sentence
 

@@ -12,7 +12,7 @@ import pytest
 from fakes import Ids
 from oracles import tiny_model
 
-from llama.cli import palette
+from llama.host import palette
 from llama.watch.page import page
 from llama.watch.record import Recording, record
 

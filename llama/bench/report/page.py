@@ -13,7 +13,7 @@ from llama.bench.report.contents import alarms, byline, deaths, report_sections,
 from llama.bench.report.plots.canvas import as_svg, heading
 from llama.bench.report.plots.pictures import figures
 from llama.bench.schema import Report
-from llama.cli import palette
+from llama.host import palette
 
 
 def report_page(report: Report, steps: str | None = None) -> str:

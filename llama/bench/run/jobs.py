@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.cli import console
+from llama.host import console
 from llama.host.files import cache_dir
 from llama.ranks.torchrun import default_timeout, job_store, world_rank, world_size
 

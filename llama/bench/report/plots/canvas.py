@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, Locator, LogLocator, NullLocator
 
 from llama.bench.report.columns import least_to_most
 from llama.bench.statistics import Spread
-from llama.cli.palette import ALARM, ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
+from llama.host.palette import ALARM, ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
 
 COLORS = {"on": CACHE.light, "off": ANEW.light}
 MODES = {"on": "with the cache", "off": "without"}

@@ -20,8 +20,8 @@ from llama.bench.report.plots import canvas
 from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread, spread
-from llama.cli import palette
 from llama.costs import MB
+from llama.host import palette
 
 SHADES = (palette.WEIGHTS, palette.CACHE, palette.LOGITS, palette.ACTIVATIONS, palette.WORKSPACE, palette.UNNAMED)
 PART_COLORS = dict(zip(PARTS, SHADES, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from llama.cli import console
+from llama.host import console
 
 EVERY_S = 10.0
 
