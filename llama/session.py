@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from llama.kv_cache import Cache, check_lossless
 from llama.locked import locked
 from llama.request import Options, common_beginning, listing_options, make_request
 from llama.rows import Rows
-from llama.sessions.file import Content, load_session, save_session
 from llama.sessions.stream import SessionStream
 from llama.stepper import inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
+
+if TYPE_CHECKING:
+    from llama.sessions.file import Content
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +157,8 @@ class Session:
         The file has the ids, the cache, and digests of the model and the tokenizer. Only its owner can read it. An
         existing file is replaced as a whole. Raises ValueError if the file cannot be written.
         """
+        from llama.sessions.file import Content, save_session  # deferred: most sessions are never saved
+
         with self.in_use():
             self._check_cache()
             self.cache.check_name()
@@ -227,7 +231,7 @@ class Session:
                 self._feed(list(self.tokens), kv_caching=True)
             return self.cache.copy()
 
-    def restore(self, content: Content) -> None:
+    def restore(self, content: "Content") -> None:
         """Replace the text and the cache by saved ones. Raises ValueError."""
         if self.bound != content.bound:
             raise ValueError(
@@ -370,6 +374,8 @@ class Sessions:
         Without a tokenizer the session accepts and returns ids only. Raises ValueError for a file that is not a session
         or is damaged, and for a session of another model, tokenizer, dtype or mode.
         """
+        from llama.sessions.file import load_session  # deferred: most sessions are never saved
+
         content, codec = load_session(path, self, tokenizer)
         try:
             session = Session(self, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from llama import Dialog, Llama, load
 from llama.api import pick_device, pick_dtype
 from llama.checkpoint import CheckpointError
-from llama.exact import first_difference
+from llama.exact.batch_invariance import first_difference
 
 MAX_SEQ_LEN = 128
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Who knows what: each file imports only what the table below allows it, and importing does nothing else.
+"""The imports of every file: only those that the table below allows, no circle, and no work besides.
 
 The files are read, not run: imports inside functions count. Imports under `if TYPE_CHECKING:` do not run, and the table
 does not list them. They count for circles: a reader of two files that name each other needs both to understand either.
@@ -8,7 +8,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -83,7 +83,7 @@ MAY_IMPORT = {
     # what knows the core, and another folder where its name says so
     "llama/exact/triton_kernels.py": ("rows", "torch triton"),
     "llama/exact/": ("args kv_cache ops ranks rows stepper exact quant", "torch"),
-    "llama/sessions/": (f"{CORE} sessions exact.digest exact.probe host untrusted", "torch"),
+    "llama/sessions/": (f"{CORE} sessions exact.probe host untrusted", "torch"),
     "llama/checkpoint/demo.py": ("host.console host.files", ""),
     "llama/checkpoint/": (
         "args costs host.files model quant ranks rope tokenizer untrusted checkpoint",
@@ -160,8 +160,11 @@ def modules_imported(file: str) -> set[str]:
     return set(_modules(tree_of(file), file, types=False))
 
 
-def _modules(node: ast.AST, file: str, *, types: bool) -> Iterator[str]:
-    """Yield the module of every import below the node; those under `if TYPE_CHECKING:` only if `types` is set."""
+def _modules(node: ast.AST, file: str, *, types: bool, deferred: bool = True) -> Iterator[str]:
+    """Yield the module of every import below the node.
+
+    types: also those under `if TYPE_CHECKING:`. deferred: also those inside functions.
+    """
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -171,7 +174,8 @@ def _modules(node: ast.AST, file: str, *, types: bool) -> Iterator[str]:
     else:
         skip = not types and isinstance(node, ast.If) and is_type_checking(node)
         for child in node.orelse if skip else ast.iter_child_nodes(node):
-            yield from _modules(child, file, types=types)
+            if deferred or not isinstance(child, ast.FunctionDef):
+                yield from _modules(child, file, types=types, deferred=deferred)
 
 
 def _home(source: str, name: str) -> str:
@@ -226,27 +230,94 @@ def test_only_the_package_its_table_of_commands_and_stubs_import_by_name_at_run_
     assert calls == {"llama/__init__.py", "llama/__main__.py", *stubs}
 
 
-def test_no_file_imports_itself_in_a_circle_not_even_for_a_type() -> None:
-    graph: dict[str, set[str]] = {}
+def folder_of(file: str) -> str:
+    """Return the folder of llama/ that has the file, or a flat file itself; elsewhere the folder at the top."""
+    top, *below = file.split("/")
+    return f"llama/{below[0]}" if top == "llama" else top
+
+
+@pytest.mark.parametrize("part", [str, folder_of], ids=["files", "folders"])
+def test_no_circle_of_imports_stands_not_even_for_a_type(part: Callable[[str], str]) -> None:
+    graph: dict[str, set[str]] = {part(file): set() for file in FILES}
     for file in FILES:
-        modules = _modules(tree_of(file), file, types=True)
-        graph[file] = {known for module in modules if (known := file_of(module)) is not None}
-    assert len(list(TopologicalSorter(graph).static_order())) == len(FILES)  # CycleError names the circle
+        known = {name for module in _modules(tree_of(file), file, types=True) if (name := file_of(module))}
+        graph[part(file)] |= {part(name) for name in known if part is str or part(name) != part(file)}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph)  # CycleError names the circle
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_top_level_statements_only_define(file: str) -> None:
-    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-    for node in tree_of(file).body:
-        targets = getattr(node, "targets", [getattr(node, "target", None)])
-        assigns = isinstance(node, ast.Assign | ast.AnnAssign) and all(
-            isinstance(part, ast.Name | ast.Tuple | ast.expr_context) for t in targets for part in ast.walk(t)
-        )
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-        assert isinstance(node, definitions) or assigns or docstring or script or is_type_checking(node), (
-            f"{file}:{node.lineno} does something when it is imported: {ast.unparse(node)[:80]}"
-        )
+def test_importing_the_model_loads_the_core_and_few_helpers() -> None:
+    """Exact mode, packed weights, session files, fast paths, checkpoints and tokenizers are not loaded."""
+    loaded: set[str] = set()
+    waiting = ["llama/model.py"]
+    while waiting:
+        file = waiting.pop()
+        loaded.add(file)
+        parents = [f"{parent}/__init__.py" for parent in map(str, Path(file).parents[:-1])]
+        modules = _modules(tree_of(file), file, types=False, deferred=False)
+        waiting += {*parents, *filter(None, map(file_of, modules))} - loaded
+    flat = {file for file in loaded if file.count("/") == 1}
+    assert flat == {f"llama/{name}.py" for name in [*CORE.split(), "__init__"] if name not in ("kv_cache", "ranks")}
+    assert {file for file in loaded - flat if not file.startswith("llama/kv_cache/")} == {
+        *("llama/host/__init__.py", "llama/host/cgroups.py", "llama/host/cores.py", "llama/ranks/__init__.py"),
+        *("llama/sessions/__init__.py", "llama/sessions/stream.py", "llama/untrusted/__init__.py"),
+        *("llama/untrusted/files.py", "llama/untrusted/json_object.py", "llama/untrusted/words.py"),
+    }
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = (ast.Name, ast.Tuple, ast.expr_context)
+        return all(isinstance(part, names) for target in targets for part in ast.walk(target))
+    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    definition = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+    return definition or docstring or script or is_type_checking(node)
+
+
+def test_importing_a_file_only_defines() -> None:
+    assert [
+        f"{file}:{node.lineno} {ast.unparse(node)[:80]}"
+        for file in FILES
+        for node in tree_of(file).body
+        if not _only_defines(node)
+    ] == []
+
+
+# Functions that make a model, some of them by compiling native code.
+MAKERS = {"Transformer", "load", "pair", "random_model", "tiny_model", "twins"}
+# Files of tests that compute when they are collected, each to be mended: one makes the contents of all its files.
+COMPUTE = {
+    "tests/checkpoint/test_refusals.py",
+    "tests/fast/test_graph_runner.py",
+    "tests/untrusted/malformed/cases.py",
+}
+
+
+@pytest.mark.slow  # reads all of tests/
+def test_collecting_the_tests_runs_no_loop_and_makes_no_model() -> None:
+    """A skip of a whole file is allowed, and conftest.py sets up pytest and hypothesis."""
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")} - {"tests/conftest.py"}
+    assert {file for file in files if any(map(_computes, tree_of(file).body))} <= COMPUTE
+
+
+def _computes(node: ast.stmt) -> bool:
+    if isinstance(node, ast.If):
+        return not _only_defines(node) and any(map(_computes, node.body))
+    if isinstance(node, ast.Expr):
+        return not (_only_defines(node) or "importorskip" in ast.unparse(node))
+    if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+        calls = {ast.unparse(part.func) for part in _evaluated(node.value) if isinstance(part, ast.Call)}
+        return not MAKERS.isdisjoint(calls)
+    return isinstance(node, ast.For | ast.While | ast.With | ast.Try)
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the node and all below it, except the bodies of lambdas."""
+    yield node
+    if not isinstance(node, ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _evaluated(child)
 
 
 @pytest.mark.parametrize(
@@ -289,13 +360,15 @@ def test_every_public_name_resolves() -> None:
         _ = llama.Lama
 
 
+def test_importing_the_package_loads_the_standard_library_and_itself() -> None:
+    code = "import sys; before = set(sys.modules); import llama; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {module for module in done.stdout.split() if module.split(".")[0] not in sys.stdlib_module_names}
+    assert loaded == {"llama"}
+
+
 PROBE = """
 import json, logging, os, random, sys
-
-before = set(sys.modules)
-import llama
-by_package = sorted(set(sys.modules) - before)
-
 import torch
 
 def state():
@@ -319,7 +392,7 @@ after, by_names = state(), sorted(sys.modules)
 logging.disable()  # where there is no compiler, the fast step says so
 model, tokenizer = load(sys.argv[2], device="cpu", fast=True, quantize="int8")
 model.generate(tokenizer, ["ab"], max_gen_len=3)
-modules = {"by package": by_package, "by names": by_names, "by text": sorted(sys.modules)}
+modules = {"by names": by_names, "by text": sorted(sys.modules)}
 
 with open(sys.argv[1], "w") as file:
     json.dump({"before": before, "after": after, **modules}, file)
@@ -328,7 +401,7 @@ with open(sys.argv[1], "w") as file:
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Import the package, then its names, and generate, in a fresh process, and return what that changed."""
+    """Import the public names and generate, in a fresh process, and return what that changed."""
     report = tmp_path_factory.mktemp("probe") / "report.json"
     checkpoint = write_checkpoint(report.with_name("model"), **NATIVE_SIZES)
     command = [sys.executable, "-c", PROBE, str(report), str(checkpoint)]
@@ -337,21 +410,19 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(report.read_text()), "printed": done.stdout + done.stderr}
 
 
-def test_importing_the_package_loads_the_standard_library_and_itself(probed: dict[str, Any]) -> None:
-    loaded = {module for module in probed["by package"] if module.split(".")[0] not in sys.stdlib_module_names}
-    assert loaded == {"llama"}
-
-
+@pytest.mark.slow
 def test_importing_the_public_names_changes_nothing_and_prints_nothing(probed: dict[str, Any]) -> None:
     assert probed["after"] == probed["before"]
     assert probed["printed"] == ""
 
 
+@pytest.mark.slow
 def test_importing_the_public_names_loads_no_package_that_only_some_need(probed: dict[str, Any]) -> None:
     some = {"fairscale", "transformers", "fire", "tiktoken", "tokenizers", "sentencepiece"}
     assert some.isdisjoint(probed["by names"])
 
 
+@pytest.mark.slow
 def test_a_text_on_a_cpu_loads_no_compiler_of_graphs(probed: dict[str, Any]) -> None:
     """With PyTorch's own and what that takes along, a start takes twice as long."""
     assert {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib"}.isdisjoint(probed["by text"])

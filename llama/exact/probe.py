@@ -4,14 +4,12 @@ A library rounds a row differently when it is alone, but not within blocks of en
 on the machine, so this is probed once for each weight's shape and dtype. Knows tensors; does not know a model.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama.exact.digest import Digest
 from llama.ops import linear
 
 SIDE = 16  # the inner sizes of a product are padded to multiples of it
@@ -79,7 +77,7 @@ def block_for(weight: Tensor) -> Block:
 
 
 def _probe(weight: Tensor) -> Block:
-    x, like = _sensitive(ROWS, weight)
+    x, like = sensitive(ROWS, weight)
     whole = _product(x, like, Block(ROWS))  # for all blocks with in_one
     for block in BLOCKS:
         if not block.in_one:
@@ -98,7 +96,7 @@ def is_its_slices(weight: Tensor, slices: int) -> bool:
         return False
     key = _key_of(weight), slices
     if key not in _WHOLE:
-        x, like = _sensitive(64, weight)  # few rows are enough: `block_for` has probed more
+        x, like = sensitive(64, weight)  # few rows are enough: `block_for` has probed more
         parts = like.chunk(slices)
         _WHOLE[key] = all(
             torch.equal(
@@ -110,22 +108,7 @@ def is_its_slices(weight: Tensor, slices: int) -> bool:
     return _WHOLE[key]
 
 
-def rounding_digest(weights: Iterable[Tensor]) -> str:
-    """Return a digest of the rounding of products with matrices like these: equal digests mean equal kernels.
-
-    A library chooses its kernels for each shape and dtype by the CPU's instruction set, its version and the environment
-    (for example ONEDNN_MAX_CPU_ISA), and does not report its choice. The bits of a product show it.
-    """
-    digest = Digest()
-    for shape, weight in sorted({weight.shape: weight for weight in weights if weight.ndim == 2}.items()):
-        x, like = _sensitive(64, weight[:1024])  # more outputs use the same kernels
-        wide = torch.promote_types(x.dtype, torch.float32)  # the dtype of attention
-        digest.take(str(tuple(shape)), linear(x, like))
-        digest.take("batched", torch.bmm(x[None].to(wide), like.mT[None].to(wide)))
-    return digest.hex()[:16]
-
-
-def _sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+def sensitive(rows: int, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return `rows` rows, and a matrix like `weight`, whose products differ with every other order of summing.
 
     Each term has its negative somewhere in the sum, so only rounding errors remain. Of ordinary sums in 16 bits, one in

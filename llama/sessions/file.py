@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from llama.exact.digest import digest_of, digest_of_text
 from llama.host.files import replace_private
 from llama.host.machine import available_memory
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named, read_kind
+from llama.sessions.digest import digest_of, digest_of_text
 from llama.sessions.origin import check_origin, fingerprint, origin, weights_digest
 from llama.streaming import TextCodec
 from llama.switches import Switches

@@ -5,7 +5,7 @@ Does not know sessions or files.
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from llama.args import SETTINGS
-from llama.exact.digest import digest_of, digest_of_text
+from llama.ops import linear
+from llama.sessions.digest import Digest, digest_of, digest_of_text
 from llama.streaming import TextCodec
 from llama.switches import Switches
 from llama.untrusted.words import printable
@@ -81,8 +82,6 @@ def _text_of(tokenizer: TextCodec, id: int) -> str | None:
 
 def _place(model: Switches) -> str:
     """Return what may decide the bits of a sum: names of software and hardware, and a digest of rounded products."""
-    from llama.exact.probe import rounding_digest  # deferred: only exact mode needs it
-
     device = model.device
     if model.runner is not None:
         return f"{model.runner.name} code {model.runner.code}"
@@ -91,3 +90,20 @@ def _place(model: Switches) -> str:
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     rounding = rounding_digest(model.state_dict(keep_vars=True).values())
     return f"torch {torch.__version__} on {device.type}, {cpu}, rounding {rounding}"
+
+
+def rounding_digest(weights: Iterable[Tensor]) -> str:
+    """Return a digest of the rounding of products with matrices like these: equal digests mean equal kernels.
+
+    A library chooses its kernels for each shape and dtype by the CPU's instruction set, its version and the environment
+    (for example ONEDNN_MAX_CPU_ISA), and does not report its choice. The bits of a product show it.
+    """
+    from llama.exact.probe import sensitive  # deferred: only exact mode needs it
+
+    digest = Digest()
+    for shape, weight in sorted({weight.shape: weight for weight in weights if weight.ndim == 2}.items()):
+        x, like = sensitive(64, weight[:1024])  # more outputs use the same kernels
+        wide = torch.promote_types(x.dtype, torch.float32)  # the dtype of attention
+        digest.take(str(tuple(shape)), linear(x, like))
+        digest.take("batched", torch.bmm(x[None].to(wide), like.mT[None].to(wide)))
+    return digest.hex()[:16]

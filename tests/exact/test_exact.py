@@ -122,7 +122,7 @@ def test_moving_to_another_dtype_compares_again(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("in_features", [16, 48, 576])
 def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_features: int) -> None:
     """So a probe needs few of them: only rounding errors remain of these sums."""
-    x, weight = probe._sensitive(8, torch.empty(32, in_features, dtype=dtype))
+    x, weight = probe.sensitive(8, torch.empty(32, in_features, dtype=dtype))
     wide = torch.promote_types(dtype, torch.float32)
     terms = (x[:, None].to(wide) * weight.to(wide)).unbind(-1)  # in_features times (8, 32)
     one, other = (reduce(torch.add, some).to(dtype) for some in (terms, terms[::2] + terms[1::2]))

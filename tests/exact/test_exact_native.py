@@ -18,7 +18,7 @@ from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served, twin
 from oracles import bits, some_tokens
 
 from llama.api import load
-from llama.exact import first_difference
+from llama.exact.batch_invariance import first_difference
 from llama.fast.choose import make_fast
 from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner

@@ -23,14 +23,14 @@ from oracles import tiny_args, tiny_model
 from torch import Tensor
 from writes import write
 
-from llama.exact.digest import Digest
-from llama.exact.probe import rounding_digest
 from llama.kv_cache import KVCache, cache_kind
 from llama.model import Transformer
 from llama.ops import HAS_ONEDNN
 from llama.quant.layers import quantize_layers, quantized_weights
 from llama.request import Options
 from llama.session import Session
+from llama.sessions.digest import Digest
+from llama.sessions.origin import rounding_digest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 LOSSLESS = ("static", "concat", "paged")

@@ -19,8 +19,7 @@ from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pth import read_pth_header
 from llama.untrusted.zip_reader import MAX_RECORDS, read_records
 
-torch.manual_seed(0)
-CONTENT = {"norm.weight": torch.randn(5).bfloat16(), "output.weight": torch.randn(4, 3)}
+CONTENT = {"norm.weight": torch.arange(5).bfloat16(), "output.weight": torch.arange(12).view(4, 3) / 7}
 ARCHIVE = saved(CONTENT)
 
 
