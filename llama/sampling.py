@@ -87,7 +87,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self.settings = sampling, sampling.settings
         self.streams = row_streams(seed, len(prompts))
         self._spared: list[Tensor] = []  # drawn, but not used yet
         self.seen: Tensor | None = None  # (bsz, vocab) bool
@@ -99,7 +99,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Choose the next token of every row: (bsz, vocab) logits -> (bsz,) int64."""
-        return choose(logits, self.sampling, self.seen, self.draw())
+        return choose(logits, self.settings, self.seen, self.draw())[0]
 
     def draw(self) -> Tensor | None:
         """Return one number in [0, 1) per row, (bsz,) float64 on the CPU; None for greedy sampling."""
@@ -122,41 +122,26 @@ class Sampler:
         self.seen = None if self.seen is None else self.seen[list(rows)]
 
 
-def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, draws: Tensor | None) -> Tensor:
-    """Choose the next token of every row from (bsz, vocab) logits, and mark it in `seen`; return (bsz,) int64.
-
-    seen: (bsz, vocab) bool, None without a penalty. draws: the result of `Sampler.draw`.
-    """
-    if seen is not None:
-        logits = penalize(logits, seen, sampling.repetition_penalty)
-    chosen = (
-        logits.argmax(-1) if draws is None else sample(logits, draws, sampling)
-    )  # argmax returns the first of equals
-    if seen is not None:
-        seen.scatter_(1, chosen[:, None], True)
-    return chosen
-
-
-def choose_ahead(
-    logits: Tensor, settings: Settings, seen: Tensor, draws: Tensor, *, whole: bool
+def choose(
+    logits: Tensor, settings: Settings, seen: Tensor | None, draws: Tensor | None, *, whole: bool | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose as `choose` does, without waiting for the device. `whole`: sort the whole vocabulary, see `must_sort`.
+    """Choose the next token of every row from (bsz, vocab) logits, and mark it in `seen`.
 
-    Returns the ids, and the rows whose ids are certain, (bsz,) bool, or None for all rows. The caller must repeat the
-    choice for the other rows with `whole`.
+    seen: (bsz, vocab) bool, read with a penalty only. draws: the result of `Sampler.draw`. whole: see `most_likely`.
+    Returns the ids, (bsz,) int64, and the rows whose ids are certain, (bsz,) bool, or None for all rows.
     """
     if settings.penalty is not None:
+        assert seen is not None
         logits = penalize(logits, seen, settings.penalty)
     sure = None
-    if settings.temperature is None:
-        chosen = logits.argmax(-1)
+    if settings.temperature is None or draws is None:
+        chosen = logits.argmax(-1)  # the first of equals
     else:
         probs, ids = _probabilities(logits, settings.temperature), None
         if settings.top_k is not None or settings.top_p is not None:
-            look = _all_sorted if whole else _candidates
-            probs, ids, sure = look(logits, probs, settings.top_k, settings.top_p)
+            probs, ids, sure = most_likely(logits, probs, settings.top_k, settings.top_p, whole=whole)
         chosen = _drawn(probs, ids, settings.min_p, draws)
-    if settings.penalty is not None:
+    if settings.penalty is not None and seen is not None:
         seen.scatter_(1, chosen[:, None], True)
     return chosen, sure
 
@@ -196,14 +181,6 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Number) -> Tensor:
     return torch.where(seen, penalized.nan_to_num(), logits)  # a penalty outside float32's range gives 0 * inf
 
 
-def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
-    """Choose a token per row from (bsz, vocab) logits by (bsz,) uniform draws in [0, 1); return (bsz,) int64."""
-    probs, ids, settings = _probabilities(logits, sampling.temperature), None, sampling.settings
-    if settings.top_k is not None or settings.top_p is not None:
-        probs, ids = most_likely(logits, probs, sampling.top_k, sampling.top_p)
-    return _drawn(probs, ids, settings.min_p, draws)
-
-
 def _probabilities(logits: Tensor, temperature: Number) -> Tensor:
     wide = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
     logits = logits.to(wide)
@@ -219,23 +196,29 @@ def _drawn(probs: Tensor, ids: Tensor | None, min_p: Number | None, draws: Tenso
     return chosen if ids is None else ids.gather(-1, chosen[:, None])[:, 0]
 
 
-def most_likely(logits: Tensor, probs: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+def most_likely(
+    logits: Tensor, probs: Tensor, top_k: Number | None, top_p: Number | None, *, whole: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the most likely tokens' probabilities, 0 for those that top_k and top_p drop, and their ids.
 
     Both are (bsz, n), in order of falling logits, equal ones by id. Probabilities cannot be sorted instead: at a high
-    temperature those of different logits are equal.
+    temperature those of different logits are equal. `whole`: sort the whole vocabulary, or only _CANDIDATES tokens;
+    None sorts all of it only if they are not enough, and waits for the device to find out. The third result are the
+    rows for which they were enough, (bsz,) bool, None for all rows.
     """
-    share = top_p if top_p < 1 else None
-    if not must_sort(probs.shape[-1], top_k):
-        kept, ids, sure = _candidates(logits, probs, top_k, share)
+    if not (must_sort(probs.shape[-1], top_k) if whole is None else whole):
+        kept, ids, sure = _candidates(logits, probs, top_k, top_p)
+        if whole is False:
+            return kept, ids, sure
         if bool(sure.all()):  # on a GPU this waits, right before the wait for the ids
-            return kept, ids
-    return _all_sorted(logits, probs, top_k, share)[:2]
+            return kept, ids, None
+    _, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return _keep(probs.gather(-1, ids), top_k, top_p, probs), ids, None
 
 
-def must_sort(vocab: int, top_k: int | None) -> bool:
+def must_sort(vocab: int, top_k: Number | None) -> bool:
     """Return True if _CANDIDATES tokens cannot be enough, or are most of the vocabulary."""
-    return vocab <= 2 * _CANDIDATES or (top_k is not None and top_k >= _CANDIDATES)
+    return vocab <= 2 * _CANDIDATES or (top_k is not None and bool(top_k >= _CANDIDATES))
 
 
 def _candidates(
@@ -251,13 +234,6 @@ def _candidates(
     least = kept.where(kept > 0, 2).amin(-1)
     sure = least > top[:, -1]  # the cut is above the last candidate and its possible ties
     return kept, ids, sure
-
-
-def _all_sorted(
-    logits: Tensor, probs: Tensor, top_k: Number | None, top_p: Number | None
-) -> tuple[Tensor, Tensor, None]:
-    _, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return _keep(probs.gather(-1, ids), top_k, top_p, probs), ids, None
 
 
 def _keep(top: Tensor, top_k: Number | None, top_p: Number | None, probs: Tensor) -> Tensor:

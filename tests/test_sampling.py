@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import llama.sampling
-from llama.sampling import Sampler, Sampling, Settings, choose, choose_ahead, most_likely, penalize, row_streams, sample
+from llama.sampling import Sampler, Sampling, Settings, choose, most_likely, penalize, row_streams
 
 META_VOCAB = 128_256
 CPU = torch.device("cpu")
@@ -43,6 +43,10 @@ def oracle(logits: list[float], sampling: Sampling) -> dict[int, float]:
     return {id: p / left for p, id in kept}
 
 
+def sample(logits: Tensor, draws: Tensor, sampling: Sampling) -> Tensor:
+    return choose(logits, sampling.settings, None, draws)[0]
+
+
 def support(logits: Tensor, sampling: Sampling) -> set[int]:
     """Return every id that some draw chooses, by draws from all over the unit interval."""
     probs = oracle(logits.double().tolist(), sampling)
@@ -54,7 +58,7 @@ def support(logits: Tensor, sampling: Sampling) -> set[int]:
 
 def kept(logits: Tensor, top_k: int | None, top_p: float) -> set[int]:
     """Return the ids to which `most_likely` gives a probability above 0."""
-    probs, ids = most_likely(logits, logits.double().softmax(-1), top_k, top_p)
+    probs, ids, _ = most_likely(logits, logits.double().softmax(-1), top_k, top_p if top_p < 1 else None)
     return set(ids[probs > 0].tolist())
 
 
@@ -164,7 +168,7 @@ def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab
         for top_p in (0.0, 0.2, 0.7, 0.95, 0.9999, 1.0):
             if top_k is None and top_p == 1:
                 continue  # nothing is dropped, so nothing is looked at
-            found, ids = most_likely(probs, probs, top_k, top_p)
+            found, ids, _ = most_likely(probs, probs, top_k, top_p if top_p < 1 else None)
             shown = {id: p for id, p in zip(ids[0].tolist(), found[0].tolist(), strict=True) if p > 0}
             expected = {id: p for id, p in full_sort(probs, top_k, top_p).items() if p > 0}
             assert list(shown.items()) == list(expected.items()), (top_k, top_p)
@@ -205,13 +209,13 @@ def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not
         logits[row, torch.randperm(40, generator=torch.Generator().manual_seed(order))[possible:]] = -torch.inf
     seen = torch.rand(logits.shape, generator=generator) < 0.2
     draws = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    expected = choose(logits, sampling, seen.clone() if penalty != 1 else None, draws)
+    expected, _ = choose(logits, sampling.settings, seen.clone(), draws)
     settings = Settings(*(None if x is None else torch.tensor(x, dtype=torch.float64) for x in sampling.settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama.sampling, "_CANDIDATES", 8)
-        few_ids, sure = choose_ahead(logits, settings, seen.clone(), draws, whole=False)
-        plain = choose(logits, sampling, seen.clone() if penalty != 1 else None, draws)
-    all_ids, none_unsure = choose_ahead(logits, settings, seen.clone(), draws, whole=True)
+        few_ids, sure = choose(logits, settings, seen.clone(), draws, whole=False)
+        plain, _ = choose(logits, sampling.settings, seen.clone(), draws)
+    all_ids, none_unsure = choose(logits, settings, seen.clone(), draws, whole=True)
     assert none_unsure is None
     assert all_ids.tolist() == plain.tolist() == expected.tolist()
     filtered = top_k is not None or top_p < 1

@@ -32,7 +32,7 @@ from llama.ops import last_real, without_cudnn
 from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
-from llama.sampling import Sampler, Settings, choose_ahead, must_sort
+from llama.sampling import Sampler, Settings, choose, must_sort
 from llama.stepper import CallKind
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ LENGTH_STEP = 32  # buffer lengths are multiples of it, so that texts of similar
 LEAST_SLOTS = 256  # if attention's time does not depend on the buffers, their lengths are powers of two from here on
 KEPT, KEPT_SHARE = 3, 1 / 16  # sets of buffers that are kept, and their share of the device's memory
 
-UNSURE = -2  # the id of a token that the candidates do not decide, see `choose_ahead`; -1: logits that are not finite
+UNSURE = -2  # the id of a token that the candidates do not decide, see `choose`; -1: logits that are not finite
 
 PROMPT_CALLS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
 
@@ -274,7 +274,7 @@ class GraphRunner:
             if greedy:
                 ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
                 return
-            ids, sure = choose_ahead(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
+            ids, sure = choose(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
             if key.logprobs:
                 buffers.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
             ids = ids if sure is None else ids.where(sure, UNSURE)

@@ -98,8 +98,7 @@ def check_choices(runner: NativeRunner) -> None:
     ):
         marks = None if sampling.repetition_penalty == 1 else seen
         ours = runner.choose(logits, sampling, draws, marks)
-        marks = None if marks is None else marks.clone()
-        theirs = choose(logits, sampling, marks, draws if sampling.temperature else None).tolist()
+        theirs = choose(logits, sampling.settings, seen.clone(), draws)[0].tolist()
         if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
             raise Unsupported(
                 "the native code compiled here chooses other tokens than the sampler, from float32 logits"

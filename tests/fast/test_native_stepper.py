@@ -36,7 +36,7 @@ from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
 from llama.request import Options, make_request
 from llama.rows import Rows
-from llama.sampling import Sampler, Sampling, choose, sample
+from llama.sampling import Sampler, Sampling, choose
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -241,7 +241,7 @@ def test_native_code_chooses_what_the_sampler_chooses(
     draws[seed % 4] = [0.0, 0.5, 1 - 2**-53, 2**-60][seed % 4]
     seen = None if sampling.repetition_penalty == 1 else torch.rand((4, vocab), generator=stream) < share
     marks = None if seen is None else seen.clone()
-    theirs = choose(logits, sampling, marks, draws if sampling.temperature else None)
+    theirs, _ = choose(logits, sampling.settings, marks, draws)
     check_choice(chosen(logits, sampling, draws, seen), theirs)
 
 
@@ -255,7 +255,7 @@ def test_native_code_decides_nearly_every_draw(spread: float) -> None:
         *(Sampling(0.6, 0.9), Sampling(1.0, 1.0, top_k=50), Sampling(0.3, 0.5)),
         *(Sampling(1.0, 1.0, min_p=0.01), Sampling(1.5, 0.95, top_k=999)),
     ):
-        assert check_choice(chosen(logits, sampling, draws), sample(logits, draws, sampling)) <= 1
+        assert check_choice(chosen(logits, sampling, draws), choose(logits, sampling.settings, None, draws)[0]) <= 1
 
 
 @pytest.mark.parametrize("way", ["sampled", "sampled in every way"])
