@@ -19,7 +19,7 @@ _FACTOR_32 = {(2048, 16), (3072, 28)}
 
 
 class Refused(ValueError):
-    """A write that a cache refuses before anything is written."""
+    """More rows or positions than a limit allows. A cache raises it before anything is written."""
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,21 @@ class ModelArgs:
             self._derive("rope_scaling", RopeScaling(factor=32 if (self.dim, self.n_layers) in _FACTOR_32 else 8))
         self._check_values()
 
-    def check_room(self, rows: int, length: int) -> None:
+    def check_room(self, rows: int, length: int, *, because: str = "") -> None:
         """Raise Refused if `rows` rows, or texts of `length` positions, exceed the limits.
 
         A bounded kind of cache limits what it stores, not the length of a text: callers then pass a `length` of 0.
+        because: the beginning of the message about the length.
         """
         if self.max_batch_size is not None and rows > self.max_batch_size:
-            raise Refused(f"{rows} rows are more than max_batch_size={self.max_batch_size}")
+            raise Refused(
+                f"{rows} rows are more than max_batch_size={self.max_batch_size}; "
+                "give fewer at a time, or build or load the model with a larger max_batch_size"
+            )
         if length > self.max_seq_len:
             raise Refused(
-                f"a text of {length} positions goes past max_seq_len={self.max_seq_len}; "
-                "build or load the model with a larger max_seq_len"
+                f"{because}a text of {length} positions goes past max_seq_len={self.max_seq_len}; "
+                "shorten it, or build or load the model with a larger max_seq_len"
             )
 
     def share(self, ranks: int) -> "ModelArgs":

@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol, Self, Unpack
 import torch
 from torch import Tensor
 
+from llama.args import ModelArgs
 from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
-from llama.request import Limits, Options, Step, check_scored, listing_options, make_request
+from llama.request import Options, Step, check_scored, listing_options, make_request
 from llama.rows import Rows
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -32,7 +33,7 @@ class LanguageModel(Protocol):
     runner: Runner[Any] | None
 
     @property
-    def args(self) -> Limits: ...
+    def args(self) -> ModelArgs: ...
     @property
     def kv_caching(self) -> bool: ...
     @property

@@ -12,21 +12,11 @@ from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 
+from llama.args import ModelArgs
 from llama.kv_cache import Cache
 from llama.sampling import Sampling, row_streams, whole_number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Limits(Protocol):
-    """The limits of a batch; `ModelArgs` has them."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def max_batch_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Prefix(Protocol):
     tokens: list[int]
 
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> ModelArgs: ...
     @property
     def bound(self) -> int | None: ...
     def held_copy(self, *, kv_caching: bool) -> Cache | None: ...
@@ -139,7 +129,7 @@ def common_beginning(*texts: Sequence[object]) -> int:
 
 
 def make_request(
-    limits: Limits,
+    limits: ModelArgs,
     kv_caching: bool,
     prompts: Sequence[Sequence[int]],
     max_gen_len: int | Sequence[int],
@@ -178,7 +168,9 @@ def make_request(
         ids = [[*prefix.tokens, *row] for row in ids]
     max_new = _max_new(max_gen_len, len(ids))
     if bound is None or not caching:
-        _check_lengths(limits, ids, max_new)
+        for row, (prompt, tokens) in enumerate(zip(ids, max_new, strict=True)):
+            because = f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}: "
+            limits.check_room(len(ids), len(prompt) + tokens, because=because)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
     return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
 
@@ -199,14 +191,10 @@ def _rows_of_ids(what: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
         raise ValueError(f"{what} must be lists of token ids, which are whole numbers, not {rows!r:.80}") from None
 
 
-def _check_prompts(limits: Limits, prompts: list[list[int]]) -> None:
+def _check_prompts(limits: ModelArgs, prompts: list[list[int]]) -> None:
     if not prompts:
         raise ValueError("no prompts were given; give at least one")
-    if limits.max_batch_size is not None and len(prompts) > limits.max_batch_size:
-        raise ValueError(
-            f"{len(prompts)} prompts are more than max_batch_size={limits.max_batch_size}; "
-            "give fewer at a time, or load the model with a larger max_batch_size"
-        )
+    limits.check_room(len(prompts), 0)
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {row} has no tokens, and there is no BOS to begin with; give it some text")
@@ -240,13 +228,4 @@ def check_scored(request: Request, cache: Cache) -> None:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens, whose log-probabilities depend on positions that this cache "
                 f"drops: it holds {bound}; shorten the prompt, or take another kind of cache"
-            )
-
-
-def _check_lengths(limits: Limits, prompts: list[list[int]], max_new: list[int]) -> None:
-    for row, (prompt, tokens) in enumerate(zip(prompts, max_new, strict=True)):
-        if len(prompt) + tokens > limits.max_seq_len:
-            raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}, together more than "
-                f"max_seq_len={limits.max_seq_len}; shorten one of the two, or load the model with a larger max_seq_len"
             )

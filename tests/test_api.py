@@ -289,9 +289,9 @@ def test_max_gen_len_is_cut_where_max_seq_len_is_reached(llama: Llama, max_gen_l
 def test_limits_of_build_hold(checkpoint: Path) -> None:
     llama = Llama.build(str(checkpoint), None, 40, 2, device="cpu")
     assert len(llama.text_completion(["x", "y"], max_gen_len=1000)) == 2
-    with pytest.raises(ValueError, match="3 prompts are more than max_batch_size=2"):
+    with pytest.raises(ValueError, match="3 rows are more than max_batch_size=2"):
         llama.text_completion(["x", "y", "z"])
-    with pytest.raises(ValueError, match="more than max_seq_len=40"):
+    with pytest.raises(ValueError, match="goes past max_seq_len=40"):
         llama.text_completion(["x" * 41])
 
 

@@ -43,11 +43,11 @@ MAY_IMPORT = {
     "llama/kv_cache/published.py": ("kv_cache untrusted.files untrusted.json_object", "torch"),
     "llama/kv_cache/": ("args locked ops rope rows kv_cache", "torch"),
     "llama/sampling.py": ("", "torch"),
-    "llama/request.py": ("kv_cache sampling", "torch"),
+    "llama/request.py": ("args kv_cache sampling", "torch"),
     "llama/batch.py": ("request sampling", "torch"),
     "llama/streaming.py": ("batch", ""),
     "llama/stepper.py": ("batch kv_cache rows", "torch"),
-    "llama/generation.py": ("batch kv_cache ranks request rows stepper streaming", "torch"),
+    "llama/generation.py": ("args batch kv_cache ranks request rows stepper streaming", "torch"),
     "llama/switches.py": ("args exact.switch host.cores kv_cache ops ranks rope rows stepper", "torch"),
     "llama/session.py": (
         "args batch generation kv_cache locked request rows sessions stepper streaming untrusted.words",

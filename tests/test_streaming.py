@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes import Bytes, Limits, Scripted
+from fakes import Bytes, Scripted, limits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 def saying(*texts: str | bytes | Sequence[int], end: bool = True) -> Scripted:
     """Return a model whose row b generates texts[b], a text or its ids, and then ends, or else repeats its last id."""
     scripts = [list(text.encode() if isinstance(text, str) else text) + [EOS] * end for text in texts]
-    return Scripted(scripts, Limits(max_seq_len=80))
+    return Scripted(scripts, limits(max_seq_len=80))
 
 
 def one(model: Scripted, prompt: str | Sequence[int] = "p", max_gen_len: int = 60, **options: Any) -> Completion:

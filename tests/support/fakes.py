@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.rows import Rows
 
@@ -40,11 +41,8 @@ class Ids:
         return ""
 
 
-@dataclass
-class Limits:
-    vocab_size: int = 512
-    max_seq_len: int = 64
-    max_batch_size: int | None = None
+def limits(*, vocab_size: int = 512, max_seq_len: int = 64) -> ModelArgs:
+    return ModelArgs(vocab_size=vocab_size, max_seq_len=max_seq_len)
 
 
 @dataclass
@@ -78,7 +76,7 @@ class Scripted(Generation):
     """A model whose row b chooses scripts[b][n] after n new tokens, with a logit of `peak` against zeros."""
 
     scripts: Sequence[Sequence[int]]
-    args: Limits = field(default_factory=Limits)
+    args: ModelArgs = field(default_factory=limits)
     kv_caching: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     peak: float = 10.0

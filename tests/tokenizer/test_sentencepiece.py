@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import Limits, Scripted
+from fakes import Scripted, limits
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, plain, saved, texts
 
 from llama.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def test_a_text_that_goes_on_from_another_is_encoded_without_a_space_before_it(t
 
 def test_a_completion_and_what_is_appended_to_a_session_have_the_spaces_that_were_made(tokenizer: Tokenizer) -> None:
     answer = plain(tokenizer, "Paris is")
-    model = Scripted([[*answer, 2]], Limits(max_seq_len=80, vocab_size=2000))
+    model = Scripted([[*answer, 2]], limits(max_seq_len=80, vocab_size=2000))
     (result,) = model.generate(tokenizer, ["the capital"], 20, temperature=0)
     assert result["generation"] == " Paris is"
     pieces_of_text = [piece for _, piece in model.stream(tokenizer, ["the capital"], 20, temperature=0, echo=True)]
