@@ -144,7 +144,7 @@ def plan_report(
     for cell in cells:
         check_cell(cell)
         if preset in ("table", "sweep") or cell.from_file:
-            check_length(cell, find_model(cell).args.max_seq_len)
+            check_length(cell, find_model(cell).args)
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
 

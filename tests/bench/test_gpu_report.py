@@ -186,7 +186,7 @@ def test_a_gpu_that_does_not_start_is_reported_in_one_line(
         ([], "no CUDA GPU here; --device cpu rehearses"),
         (["--device=cpu", "--output_len=0"], "output_len=0"),
         (["--device=cpu", "--model=llama-9"], "model=llama-9 is not known"),
-        (["--device=cpu", "--input_len=8190"], "passes the model's max_seq_len=8192"),
+        (["--device=cpu", "--input_len=8190"], "goes past max_seq_len=8192"),
     ],
     ids=str,
 )

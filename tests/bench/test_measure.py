@@ -470,7 +470,7 @@ def test_another_sampler_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cell_above_the_models_limit_or_the_memory_is_rejected(native_sized: str) -> None:
     cell = CELL.but(model=native_sized)
-    with pytest.raises(ValueError, match="passes the model's max_seq_len="):
+    with pytest.raises(ValueError, match="goes past max_seq_len="):
         worker.run_cell(cell.but(input_len=8190), trace=False)
     with pytest.raises(ValueError, match=r"does not fit: weights .*KV cache .* at the peak, and .* are free on cpu"):
         worker.run_cell(cell.but(batch_size=10**9), trace=False)

@@ -175,7 +175,9 @@ def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values()
 
 def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_rejected() -> None:
     check_length(CELL, 9)
-    with pytest.raises(ValueError, match=r"input_len=6 \+ output_len=3 = 9 passes the model's max_seq_len=8; shorten"):
+    with pytest.raises(
+        ValueError, match=r"input_len=6 \+ output_len=3: a text of 9 positions goes past max_seq_len=8; shorten"
+    ):
         check_length(CELL, 8)
 
 

@@ -230,7 +230,7 @@ def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, caps
 
 @pytest.mark.slow
 def test_a_job_that_refuses_says_why_and_one_that_dies_how(base: Cell) -> None:
-    with pytest.raises(ValueError, match="passes the model's max_seq_len=256"):
+    with pytest.raises(ValueError, match="goes past max_seq_len=256"):
         run_job("cell", base.but(input_len=300), trace=False)
     with pytest.raises(JobDied, match="exit code 1: KeyError: 'nothing'"):
         run_job("nothing", base)
@@ -274,7 +274,7 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
         (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
         (["--batch_size", "0"], "--batch_size=0 must be at least 1"),
         (["--input_len", "-1"], "input_len=-1"),
-        (["--input_len", "8190"], "passes the model's max_seq_len=8192"),
+        (["--input_len", "8190"], "goes past max_seq_len=8192"),
         (["--batch_size", "1000000"], "does not fit: weights"),
         (["--text", "a", "--input_len", "3"], "leave out --input_len"),
         (["--engine", "exllama"], "engine='exllama' is not known"),
@@ -297,7 +297,7 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
         (["--preset", "caches", "--prompt_len", "8161"], "--prompt_len=8161 must be from 1 to 8160"),
         (["--preset", "caches", "--text", "no/file.txt"], "no/file.txt: No such file"),
         (["--preset", "chat", "--output_len", "9", "--logits=all"], "--output_len, --logits cannot be combined with"),
-        (["--preset", "sweep", "--input_len", "8100"], "passes the model's max_seq_len=8192"),
+        (["--preset", "sweep", "--input_len", "8100"], "goes past max_seq_len=8192"),
         (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
         (["--resume"], "name it with --preset"),
         (["--page_watch"], "name one with --preset"),

@@ -121,13 +121,9 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     return "; ".join(words)
 
 
-def check_length(cell: Cell, max_seq_len: int) -> None:
+def check_length(cell: Cell, args: ModelArgs) -> None:
     """Raise ValueError if a cell's rows are longer than the model's limit."""
-    if cell.total_len > max_seq_len:
-        raise ValueError(
-            f"input_len={cell.input_len} + output_len={cell.output_len} = {cell.total_len} passes the model's "
-            f"max_seq_len={max_seq_len}; shorten one of the two"
-        )
+    args.check_room(0, cell.total_len, because=f"input_len={cell.input_len} + output_len={cell.output_len}: ")
 
 
 def check_memory(cell: Cell, args: ModelArgs, device: torch.device, *, stored: Mapping[str, int] | None = None) -> None:

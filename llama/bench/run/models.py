@@ -80,7 +80,7 @@ def make_cell(
     Cache.of(source.args, source.args.kv_cache)
     if cell.text is not None:
         cell = cell.but(input_len=len(encode_prompt(source.tokenizer, cell.text)))
-    check_length(cell, source.args.max_seq_len)
+    check_length(cell, source.args)
     check_memory(cell, source.args, source.device, stored=source.stored)
     return cell
 
@@ -148,7 +148,7 @@ class Opened(NamedTuple):
 def open_engine(cell: Cell) -> Opened:
     """Return the engine of a cell. Raises ValueError if it does not fit into the model's limits or into memory."""
     source = find_model(cell)
-    check_length(cell, source.args.max_seq_len)
+    check_length(cell, source.args)
     check_memory(cell, source.args, source.device, stored=source.stored)
     before = resident_bytes()
     facts = {
