@@ -95,14 +95,17 @@ def load(
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
     Cache.of(args, cache)  # rejects wrong PARAMS before weights are read
     ranks.agree(lambda: {"exact": exact, "fast": fast})
-    by_default = quantize is None and fast
     named = activations == 8 or not repack  # settings of packed weights, of which only "stored" can be meant
+    by_default = quantize is None and fast and checkpoint.quantised and not named
+    if by_default and (limit := _limit_of_packed(on, kind)) is not None:
+        logger.info("fast: stored weights %s; the weights are loaded as floats", limit[0])
+        by_default = False
     if quantize is None:
-        quantize = "stored" if fast and _stores_quantised(checkpoint, on, kind, named=named) else "none"
+        quantize = "stored" if by_default or (named and fast and checkpoint.quantised) else "none"
         check(quantize=quantize)
     build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast, exact=exact, said=set())
     model = build(quantize=quantize, activations=activations, repack=repack)
-    if by_default and quantize == "stored" and not named and model.runner is None:
+    if by_default and model.runner is None:
         logger.info("fast: the weights are loaded as floats: the plain path would widen stored ones at every step")
         del model
         model = build(quantize="none")
@@ -111,20 +114,6 @@ def load(
     with _bar_of_exact_mode(model) if exact is True else nullcontext():
         model.exact = exact
     return model.eval(), checkpoint.tokenizer
-
-
-def _stores_quantised(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, named: bool) -> bool:
-    """Return whether `fast` without `quantize` stores the matrices of this file as they are.
-
-    If packed weights are not supported here, log the reason and return False, unless another setting named them.
-    """
-    if not checkpoint.quantised:
-        return False
-    limit = _limit_of_packed(device, dtype)
-    if limit is None or named:
-        return True
-    logger.info("fast: stored weights %s; the weights are loaded as floats", limit[0])
-    return False
 
 
 def _build(

@@ -25,9 +25,10 @@ class NonFiniteLogits(ValueError):
 
 
 class Chosen(NamedTuple):
-    """The choice of one step, on the host: an id for each row in the batch, -1 if its logits are not finite.
+    """The choice of one step, on the host.
 
-    `logprobs` are the log-probabilities of the ids; None if they were not requested.
+    ids: an id for each row in the batch; -1 if its logits are not finite.
+    logprobs: the log-probabilities of the ids; None if they were not requested.
     """
 
     ids: list[int]
@@ -35,7 +36,10 @@ class Chosen(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token of a row. `echoed` tokens come from the prompt."""
+    """One token of a row.
+
+    echoed: True if the token comes from the prompt.
+    """
 
     row: int
     id: int
@@ -46,17 +50,20 @@ class Token(NamedTuple):
 class Batch:
     """The rows of one generation.
 
-    texts: the ids of every row. rows: the rows in the batch. cur_pos: the length of each of these, which is the
-    position of its next token. active: the rows that still generate; the others leave the batch before the next step.
-    stopped: the rows that ended by a stop token or a stop string. maybe_changed: True if code of the caller may have
-    run since the last step. fed: the number of tokens that the model was fed. held: the number of tokens of every row
-    that are cached before the first call.
+    texts: the ids of every row.
+    rows: the rows in the batch.
+    cur_pos: the length of each of `rows`, which is the position of its next token.
+    active: the rows that still generate. The others leave the batch before the next step.
+    stopped: the rows that ended by a stop token or a stop string.
+    prefix_len: how many tokens of every row are cached before the first call.
+    maybe_changed: True if code of the caller may have run since the last step.
+    fed: the number of tokens that the model was fed.
     """
 
     sampler: Sampler
 
-    def __init__(self, request: Request, *, held: int = 0) -> None:
-        self.request, self.held = request, held
+    def __init__(self, request: Request, *, prefix_len: int = 0) -> None:
+        self.request, self.prefix_len = request, prefix_len
         self.texts = [list(prompt) for prompt in request.prompts]
         self.rows, self.cur_pos = list(range(len(self.texts))), list(map(len, self.texts))
         self.active = {row for row, tokens in enumerate(request.max_new) if tokens > 0}

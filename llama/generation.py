@@ -60,7 +60,7 @@ class PlainStepper:
         batch, request = self.batch, self.batch.request
         scored = request.echo and request.logprobs  # the only case that needs the logits of all positions
         prev_pos = [self._share_prefix()] * len(batch.rows)
-        rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.held == 0)
+        rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.prefix_len == 0)
         logits = self._feed(batch.tokens(prev_pos), rows, "all" if scored else "last")
         if not scored:
             self.logits = logits[:, -1]
@@ -110,7 +110,7 @@ class PlainStepper:
     def _share_prefix(self) -> int:
         """Feed the common prefix once, unless it is cached, and copy it to every row; return its length."""
         batch, shared, rows = self.batch, self.batch.request.shared, len(self.batch.rows)
-        begin, whole = batch.held, self.cache is not None and self.cache.whole_prompt
+        begin, whole = batch.prefix_len, self.cache is not None and self.cache.whole_prompt
         if shared > begin and not whole:
             logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
             self._feed(padded([batch.texts[0][begin:shared]], batch.device), Rows.at([begin], [shared - begin]))
@@ -242,8 +242,8 @@ def _batch(
     if prefix.model is not model:
         raise ValueError("prefix is a session of another model; give one of this model's")
     request = make_request(prefix.limits, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
-    cache = prefix.held_copy(kv_caching=request.kv_caching)
-    return Batch(request, held=0 if cache is None else len(prefix.tokens)), cache
+    cache = prefix.cache_copy(kv_caching=request.kv_caching)
+    return Batch(request, prefix_len=0 if cache is None else len(prefix.tokens)), cache
 
 
 def _stream(

@@ -23,8 +23,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Step:
     """The input of one step, with an entry for each row that is still in the batch.
 
-    rows: the numbers of these rows. ids[i] are the tokens of row rows[i] from position prev_pos[i] up to, not
-    including, cur_pos[i]. cache: the cache that is fed; None with the switch off.
+    rows: the numbers of these rows.
+    prev_pos, cur_pos: the first position that is fed of each row, and the end of the row.
+    ids: the tokens of each row from prev_pos up to, not including, cur_pos.
+    cache: the cache that is fed; None with the switch off.
     """
 
     rows: list[int]
@@ -35,7 +37,7 @@ class Step:
 
 
 class Prefix(Protocol):
-    """A session, as far as it is needed here. `held_copy` returns a cache of its text; None with the switch off."""
+    """The part of a Session that a request uses."""
 
     model: Any
     tokens: list[int]
@@ -44,7 +46,7 @@ class Prefix(Protocol):
     def limits(self) -> ModelArgs: ...
     @property
     def bound(self) -> int | None: ...
-    def held_copy(self, *, kv_caching: bool) -> Cache | None: ...
+    def cache_copy(self, *, kv_caching: bool) -> Cache | None: ...
 
 
 class Options(TypedDict, total=False):
@@ -96,7 +98,10 @@ def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of one generation. `max_new`: the most new tokens of each row."""
+    """The checked options of one generation.
+
+    max_new: the most new tokens of each row.
+    """
 
     prompts: list[list[int]]
     max_new: list[int]
@@ -227,5 +232,5 @@ def check_scored(request: Request, cache: Cache) -> None:
         if len(prompt) > bound:
             raise ValueError(
                 f"prompt {row} has {len(prompt)} tokens, whose log-probabilities depend on positions that this cache "
-                f"drops: it holds {bound}; shorten the prompt, or take another kind of cache"
+                f"drops: it holds {bound}; shorten the prompt, or choose another kind of cache"
             )

@@ -37,10 +37,11 @@ logger = logging.getLogger(__name__)
 class Session:
     """A text and its cache. `model.session` makes one.
 
-    tokens: the ids. cache: their cache; empty with the model's switch off, when the whole text is fed at each call.
-    fed: the number of tokens that the model was fed for the text so far; tokens that were fed twice count twice. note:
-    a text of the caller's that is stored in the file. Only one call can use a session at a time, and the model's
-    weights must not change.
+    Only one call can use a session at a time, and the model's weights must not change.
+    tokens: the ids of the text.
+    cache: the cache of the text; empty with the model's switch off, when the whole text is fed at each call.
+    fed: the number of tokens that the model was fed for the text so far; tokens that were fed twice count twice.
+    note: a text of the caller that is stored in the file.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class Session:
         self.tokens: list[int] = []
         self.fed = 0
         self.note: str | None = None
-        self._held = 0  # the number of tokens that are cached
-        self._written = 0  # the end of what may be written, also by a call that failed or for tokens that were cut
+        self._cached_len = 0  # the number of tokens that are cached
+        self._written = 0  # positions below this may hold keys, also those of failed calls and of removed tokens
         self._logits: Tensor | None = None  # those after the text, (1, vocab), if they are known
         self._source = model.source  # of the cache and the logits
         self.writer: object = None  # the mark of the stream that may continue the text
@@ -162,16 +163,15 @@ class Session:
         with self.in_use():
             self._check_cache()
             self.cache.check_name()
-            held = self._held
             content = Content(
                 kv_cache=self.kv_cache,
                 max_seq_len=self.max_seq_len,
                 bound=self.bound,
                 ids=self.tokens,
-                held=held,
-                written=self._written if held else 0,
+                held=self._cached_len,
+                written=self._written if self._cached_len else 0,
                 logits=self._logits,
-                layers=self.cache.state(1, held) if held else [],
+                layers=self.cache.state(1, self._cached_len) if self._cached_len else [],
                 note=self.note,
             )
             save_session(path, content, self.model, self.tokenizer)
@@ -218,16 +218,16 @@ class Session:
 
     # ---- for this package --------------------------------------------------------------------------------------------
 
-    def held_copy(self, *, kv_caching: bool) -> Cache | None:
+    def cache_copy(self, *, kv_caching: bool) -> Cache | None:
         """Return a copy of the cache, with the whole text, for texts that continue it; None with the switch off."""
         if not kv_caching:
             return None
         if self.writer is not None:  # a stream may go on with this text: feed its newest token to a fork
-            return self.fork().held_copy(kv_caching=True)
+            return self.fork().cache_copy(kv_caching=True)
         with self.in_use(), self.model.ranks.one_at_a_time():
             self.begin_computing(kv_caching=True)
-            valid = self._held >= self._written or self.cache.truncate(self._held)
-            if self._held < len(self.tokens) or not valid:
+            valid = self._cached_len >= self._written or self.cache.truncate(self._cached_len)
+            if self._cached_len < len(self.tokens) or not valid:
                 self._feed(list(self.tokens), kv_caching=True)
             return self.cache.copy()
 
@@ -235,13 +235,13 @@ class Session:
         """Replace the text and the cache by saved ones. Raises ValueError."""
         if self.bound != content.bound:
             raise ValueError(
-                f"kv_cache={self.kv_cache!r} held {content.bound} positions at most when the session was saved, and "
-                f"holds {self.bound} here; load the model with the same max_seq_len"
+                f"kv_cache={self.kv_cache!r} stored {content.bound} positions at most when the session was saved, and "
+                f"stores {self.bound} here; load the model with the same max_seq_len"
             )
         if content.held:
             self.cache.restore(content.layers, 1, content.held, self.model.source)
         self.tokens, self._logits = content.ids, content.logits
-        self._held, self._written = content.held, content.written
+        self._cached_len, self._written = content.held, content.written
         self.note = content.note
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -258,7 +258,7 @@ class Session:
         """
         self.writer = None
         self._check_cache()
-        if not (self.model.kv_caching if kv_caching is None else kv_caching) and self._held:
+        if not (self.model.kv_caching if kv_caching is None else kv_caching) and self._cached_len:
             self._forget()  # with the switch off there is no cache
 
     def _check(self, ids: list[int]) -> None:
@@ -269,7 +269,7 @@ class Session:
 
     def _is_known(self, model: Any) -> bool:
         """Return True if the logits after the text are known and, with the switch on, all of the text is cached."""
-        return self._logits is not None and self._held == len(self.tokens) * model.kv_caching
+        return self._logits is not None and self._cached_len == len(self.tokens) * model.kv_caching
 
     @inferring
     def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
@@ -277,7 +277,7 @@ class Session:
         model = self.model.with_kv_caching(batch.request.kv_caching)
         batch.begin(model.args.vocab_size, model.device)
         known = self._is_known(model)
-        batch.held = 0 if known else self._begin(len(self.tokens))
+        batch.prefix_len = 0 if known else self._begin(len(self.tokens))
         stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
         if known:
             stepper.logits = self._logits
@@ -286,7 +286,7 @@ class Session:
             yield from stepper.prefill()
         for chosen in stepper:
             self.fed, batch.fed = self.fed + batch.fed, 0
-            self._held = self._written = len(self.tokens) * model.kv_caching
+            self._cached_len = self._written = len(self.tokens) * model.kv_caching
             self._logits = stepper.logits
             for token in batch.record(chosen):
                 self._logits = None
@@ -299,7 +299,7 @@ class Session:
     def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, kv_caching: bool | None = None) -> int:
         """Feed those of these ids that are not cached; the ids begin with the text. Return the number fed."""
         model = self.model if kv_caching is None else self.model.with_kv_caching(kv_caching)
-        if ids == self.tokens and self._is_known(model) and self._held:
+        if ids == self.tokens and self._is_known(model) and self._cached_len:
             return 0
         begin = self._begin(len(ids))
         fed = torch.tensor([ids[begin:]], device=model.device)
@@ -308,7 +308,7 @@ class Session:
             logits = model(fed, rows, cache=self.cache if model.kv_caching else None, logits="last")[:, -1]
         self.fed += len(ids) - begin
         self.tokens = ids
-        self._held = self._written = len(ids) * model.kv_caching
+        self._cached_len = self._written = len(ids) * model.kv_caching
         self._logits = logits
         return len(ids) - begin
 
@@ -317,7 +317,7 @@ class Session:
 
         Record the end of the positions that the call may write before it writes them, because it may not end.
         """
-        wanted = begin = max(min(self._held, end - 1), 0)
+        wanted = begin = max(min(self._cached_len, end - 1), 0)
         if begin < self._written:
             begin = self.cache.last_start(begin)
         if begin < wanted:
@@ -327,16 +327,16 @@ class Session:
             self._said = True
         if not begin:
             self._forget()
-        self._logits, self._held, self._written = None, begin, max(self._written, end)
+        self._logits, self._cached_len, self._written = None, begin, max(self._written, end)
         return begin
 
     def _cut(self, position: int) -> None:
         if position < len(self.tokens):
-            self._logits, self._held, self.tokens = None, min(self._held, position), self.tokens[:position]
+            self._logits, self._cached_len, self.tokens = None, min(self._cached_len, position), self.tokens[:position]
 
     def _forget(self) -> None:
         self._logits = None
-        self._held = self._written = 0
+        self._cached_len = self._written = 0
         self.cache.free()
 
     def _check_cache(self) -> None:
@@ -344,11 +344,11 @@ class Session:
 
         Raises ValueError for a lossy kind in exact mode.
         """
-        if self.cache.failed_at is not None and not self.cache.truncate(self._held):
+        if self.cache.failed_at is not None and not self.cache.truncate(self._cached_len):
             logger.info("a call did not end, and kv_cache=%s cannot go on: all is fed again", self.cache.kind)
             self._forget()
         if self._source != self.model.source:
-            if self._held:
+            if self._cached_len:
                 logger.info("the model computes in another way than before: all of the session is fed again")
             self._forget()
             self._source = self.model.source

@@ -122,8 +122,8 @@ class Runner(Protocol[Model]):
     def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:
         """Return a stepper for a batch, or None to leave the batch to the plain path.
 
-        Row 0 of `cache` has the first `batch.held` tokens of every row. If `cache` is None, the stepper makes one,
-        unless the batch has the switch off.
+        Row 0 of `cache` has the first `batch.prefix_len` tokens of every row. If `cache` is None, the stepper makes
+        one, unless the batch has the switch off.
         """
         ...
 

@@ -4,13 +4,15 @@ A setting applies to all later calls. A call is checked before anything is compu
 an attention with a flag; does not know what a layer computes.
 """
 
+import functools
 import logging
 import os
 import threading
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol, Self, cast
+from functools import partial
+from typing import Any, ClassVar, Protocol, Self, cast
 from uuid import uuid4
 
 import torch
@@ -28,7 +30,18 @@ from llama.stepper import Execution, Runner
 
 logger = logging.getLogger(__name__)
 
-LINEAGE = uuid4()  # equal in a process and those that were forked from it
+
+class Fork:
+    """Whether this process was forked from one that had a model, and so lacks the threads that PyTorch may have."""
+
+    happened: ClassVar[bool] = False
+
+    @staticmethod
+    @functools.cache
+    def watch() -> None:
+        """Set `happened` in processes that are forked from now on."""
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=partial(setattr, Fork, "happened", True))
 
 
 class Flagged(Protocol):
@@ -63,7 +76,10 @@ class Weights:
 
 
 class Switches(nn.Module):
-    """The settings of a model. identity: the Weights; equal for models that share them."""
+    """The settings of a model.
+
+    identity: the Weights; equal for models that share them.
+    """
 
     args: ModelArgs
     ranks: Ranks
@@ -76,7 +92,7 @@ class Switches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.identity = Weights()
-        self.process, self.lineage = os.getpid(), LINEAGE
+        Fork.watch()
         self._own = OwnCache()
 
     @property
@@ -205,7 +221,7 @@ class Switches(nn.Module):
 
     @property
     def source(self) -> Source:
-        """What computes keys and values, for comparison with that of a cache."""
+        """The weights, exact mode, dtype and device that compute keys and values, to compare with `cache.source`."""
         weight, exact = self.norm.weight, self.ops.exact and "plain"
         if self.runner is not None and self.runner.exact:
             exact = self.runner.code
@@ -215,10 +231,8 @@ class Switches(nn.Module):
         return {name: value for name, value in vars(self).items() if name not in ("_own", "original")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        here: dict[str, Any] = {"_own": OwnCache()}
-        if state.get("lineage") != LINEAGE:  # else this is the process of the original, or a fork of that process
-            here |= {"process": os.getpid(), "lineage": LINEAGE}
-        super().__setstate__({**state, **here})  # type: ignore[no-untyped-call]
+        Fork.watch()
+        super().__setstate__({**state, "_own": OwnCache()})  # type: ignore[no-untyped-call]
 
     def own_cache(self) -> Cache:
         """Return the model's own cache for this thread; make it if there is none."""
@@ -271,9 +285,9 @@ def check_call(model: Switches, tokens: Tensor, rows: Rows, cache: Cache | None,
             raise ValueError(
                 "exact mode uses native code here, which cannot be compiled into a graph; do not compile the model"
             )
-    elif model.process != os.getpid() and torch.get_num_threads() > 1:  # a forked process does not have the threads
+    elif Fork.happened and torch.get_num_threads() > 1:
         raise RuntimeError(
-            "this process was forked from the one that made the model, and a fork does not copy PyTorch's threads: "
+            "this process was forked from one that had a model, and a fork does not copy PyTorch's threads: "
             "computing would wait for them for ever; call torch.set_num_threads(1) here first, or start processes "
             "by spawn"
         )

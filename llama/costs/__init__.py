@@ -139,17 +139,6 @@ def step_bytes(args: ModelArgs, *, rows: int, context: int, itemsize: int, quant
     return read + cache_bytes(args, rows=rows, length=context, itemsize=itemsize)
 
 
-def network_bytes(args: ModelArgs, *, ranks: int, rows: int, seqlen: int, itemsize: int, scored: int = 1) -> int:
-    """Return the bytes that each rank sends, and receives, in a forward of rows x seqlen tokens.
-
-    There are two sums over the ranks in each layer and one for the embedding, and the logits of `scored` positions are
-    gathered. For a sum of n numbers in a ring, the usual algorithm, a rank sends 2 n (ranks - 1) / ranks.
-    """
-    summed = (2 * args.n_layers + 1) * rows * seqlen * args.dim * itemsize
-    gathered = rows * scored * args.vocab_size * itemsize
-    return (2 * summed + gathered) * (ranks - 1) // ranks
-
-
 def activation_bytes(args: ModelArgs, *, tokens: int, itemsize: int, ranks: int = 1) -> int:
     """Return the peak bytes of a layer's activations for `tokens` tokens, counted over all rows.
 

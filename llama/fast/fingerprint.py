@@ -52,7 +52,7 @@ def check_moment() -> None:
 
 # Attributes of modules that are not compared: the switch, which a step reads itself; the caches of texts and their
 # settings; references back to the model; PyTorch's own; the computed angles.
-_OF_TEXTS = {"kv_caching", "_kv_cache", "_own", "runner", "process", "lineage", "original"}
+_OF_TEXTS = {"kv_caching", "_kv_cache", "_own", "runner", "original"}
 _NOT_COMPARED = {*vars(nn.Module()), *_OF_TEXTS, "rope._freqs_cis"}
 
 

@@ -3,8 +3,8 @@
 Keys and values are valid for one model only, so the file has digests of the model, and loading rejects any other model.
 The file names a kind of cache, never code, and is never unpickled.
 
-Format: `untrusted/safetensors_header.py`; `_Facts` are stored as a text in the metadata. The safetensors library maps
-files into memory, and a mapped file that is truncated ends the process; so files are read here.
+Format: `untrusted/safetensors_header.py`; the facts are stored as a JSON text in the metadata. The safetensors library
+maps files into memory, and a mapped file that is truncated ends the process; so files are read here.
 Knows tensors and files; does not know the Session, the tensors of a kind of cache, or what decides a model's numbers.
 """
 
@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,16 +43,25 @@ _DTYPES = {
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_SHARED = ("kv_cache", "bound", "held", "written", "note")  # fields of Content that are facts, too
+# The facts, which are the values besides the tensors: those of Content, those of `origin`, and digests.
+_OWN = {"kv_cache": str, "max_seq_len": int, "bound": int | None, "held": int, "written": int, "note": str | None}
+_TYPES = {
+    **_OWN,
+    **{"sizes": dict, "dtype": str, "activations": int, "exact": bool, "place": str | None},
+    **{"weights": str, "tokenizer": str, "tensors": str, "execution": str | None},  # execution: None in older files
+}
 
 
 @dataclass(frozen=True)
 class Content:
     """A session as plain values.
 
-    held: the number of ids that are cached; written: the end of what was written, see Session. bound: the most
-    positions that a cache stores, None without a limit. logits: those after the text, if they are known. layers: the
-    state of each layer's cache, by name; empty if `held` is 0. note: the caller's text.
+    bound: the most positions that a cache stores; None without a limit.
+    held: the number of ids that are cached.
+    written: the end of the positions that may be written, see Session.
+    logits: those after the text, if they are known.
+    layers: the state of each layer's cache, by name; empty if `held` is 0.
+    note: the caller's text.
     """
 
     kv_cache: str
@@ -64,43 +73,6 @@ class Content:
     logits: Tensor | None
     layers: list[dict[str, Tensor]]
     note: str | None
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """The values besides the tensors. `place`: see `origin`. Raises ValueError for values of other types."""
-
-    kv_cache: str
-    max_seq_len: int
-    bound: int | None
-    held: int
-    written: int
-    dtype: str
-    exact: bool
-    place: str | None
-    sizes: dict[str, Any]
-    weights: str
-    tokenizer: str
-    tensors: str
-    note: str | None
-    activations: int
-    execution: str | None = None  # None: of a file that does not name it
-
-    def __post_init__(self) -> None:
-        counts = (self.max_seq_len, self.held, self.written, 0 if self.bound is None else self.bound)
-        texts = (self.kv_cache, self.dtype, self.weights, self.tokenizer, self.tensors)
-        if not (
-            all(type(count) is int and count >= 0 for count in counts)
-            and all(type(text) is str for text in texts)
-            and type(self.sizes) is dict
-            and type(self.exact) is bool
-            and isinstance(self.place, str | None)
-            and isinstance(self.note, str | None)
-            and isinstance(self.execution, str | None)
-            and self.activations in (8, 16)
-            and self.held <= self.written
-        ):
-            raise ValueError("a session needs a note of text or None, and counts from 0 on with held <= written")
 
 
 class IdsOnly:
@@ -133,14 +105,14 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
     """Write the file, readable by its owner only, or replace it as a whole. Raises ValueError if that fails."""
     _check_alone(model)
     tensors = _tensors(content)
-    facts = _Facts(
-        **{name: getattr(content, name) for name in ("max_seq_len", *_SHARED)},
+    facts = {
+        **{name: getattr(content, name) for name in _OWN},
         **origin(model),
-        weights=weights_digest(model),
-        tokenizer=fingerprint(tokenizer, model.args.vocab_size),
-        tensors=digest_of(sorted(tensors.items())),
-        execution=str(model.execution),
-    )
+        "weights": weights_digest(model),
+        "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
+        "tensors": digest_of(sorted(tensors.items())),
+        "execution": str(model.execution),
+    }
     try:
         replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
     except (OSError, ValueError) as error:
@@ -160,9 +132,9 @@ def _tensors(content: Content) -> dict[str, Tensor]:
     return dict(sorted(named.items(), key=lambda item: -item[1].itemsize))
 
 
-def _header(facts: _Facts, tensors: Mapping[str, Tensor]) -> bytes:
+def _header(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Return the bytes before those of the tensors."""
-    text = json.dumps(asdict(facts))
+    text = json.dumps(facts)
     metadata = {"format": FORMAT, "version": VERSION, "session": text, "digest": digest_of_text(text)}
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -193,29 +165,29 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
     try:
         with open_regular(Path(path)) as file:
             facts, spans = _read_facts(file)
-            _check_kind(facts.kv_cache)
-            check_origin(model, vars(facts))
-            if facts.execution not in (None, str(model.execution)):
+            _check_kind(facts["kv_cache"])
+            check_origin(model, facts)
+            if facts["execution"] not in (None, str(model.execution)):
                 logger.info(
                     "the session was computed by: %s; this model computes by: %s, which may round differently",
-                    printable(facts.execution, 120),
+                    printable(facts["execution"], 120),
                     model.execution,
                 )
-            if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts.tokenizer:
+            if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts["tokenizer"]:
                 raise ValueError(
                     "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"
                 )
-            tensors = _read_tensors(file, facts, spans, model)
-        if weights_digest(model) != facts.weights:
+            tensors = _read_tensors(file, facts["tensors"], spans, model)
+        if weights_digest(model) != facts["weights"]:
             raise ValueError(
                 "it was saved with other weights, or in another layout (quantize, repack); load the model as it was"
             )
-        return _content(facts, tensors, model), IdsOnly(facts.tokenizer) if tokenizer is None else tokenizer
+        return _content(facts, tensors, model), IdsOnly(facts["tokenizer"]) if tokenizer is None else tokenizer
     except (OSError, ValueError) as error:
         raise ValueError(f"the session {Path(path)} cannot be loaded: {_reason(error)}") from error
 
 
-def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
+def _read_facts(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Span]]:
     """Return the facts, and the tensors' spans in order. The file's next byte is the first tensor's."""
     try:
         size, dtypes = os.fstat(file.fileno()).st_size, {name: dtype.itemsize for name, dtype in _DTYPES.items()}
@@ -229,10 +201,24 @@ def _read_facts(file: BinaryIO) -> tuple[_Facts, dict[str, Span]]:
         raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
     try:
         if digest_of_text(metadata["session"]) == metadata["digest"]:
-            return _Facts(**json.loads(metadata["session"])), header.tensors
+            facts = {"execution": None, **json.loads(metadata["session"])}
+            if _are_valid(facts):
+                return facts, header.tensors
     except (KeyError, ValueError, TypeError, RecursionError):
         pass
     raise _damaged("its description in the header")
+
+
+def _are_valid(facts: Mapping[str, Any]) -> bool:
+    counts = [value for value in facts.values() if type(value) is int]
+    return (
+        facts.keys() == _TYPES.keys()
+        and all(isinstance(facts[name], kind) for name, kind in _TYPES.items())
+        and all(type(value) is not bool or name == "exact" for name, value in facts.items())
+        and min(counts) >= 0
+        and facts["activations"] in (8, 16)
+        and facts["held"] <= facts["written"]
+    )
 
 
 def _check_kind(kv_cache: str) -> None:
@@ -247,7 +233,7 @@ def _check_kind(kv_cache: str) -> None:
             )
 
 
-def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], model: Switches) -> dict[str, Tensor]:
+def _read_tensors(file: BinaryIO, digest: str, spans: Mapping[str, Span], model: Switches) -> dict[str, Tensor]:
     """Return the tensors on the CPU, with their saved bits."""
     size = max((span.end for span in spans.values()), default=0)
     for device in {torch.device("cpu"), model.device}:
@@ -260,32 +246,31 @@ def _read_tensors(file: BinaryIO, facts: _Facts, spans: Mapping[str, Span], mode
             tensors[name] = torch.empty(span.shape, dtype=_DTYPES[span.dtype], device="cpu")
             if span.end - span.begin != file.readinto(_bytes_of(tensors[name])):  # type: ignore[attr-defined]
                 raise ValueError("it was truncated while it was read")
-    if digest_of(sorted(tensors.items())) != facts.tensors:
+    if digest_of(sorted(tensors.items())) != digest:
         raise _damaged("its tensors")
     return tensors
 
 
-def _content(facts: _Facts, tensors: dict[str, Tensor], model: Switches) -> Content:
+def _content(facts: Mapping[str, Any], tensors: dict[str, Tensor], model: Switches) -> Content:
     """Return the session. Raises ValueError for names and ids that no session of this model can have."""
     ids, logits = tensors.pop("ids", None), tensors.pop("logits", None)
     vocab, limit = model.args.vocab_size, model.args.max_seq_len
-    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) < facts.held:
+    if ids is None or ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) < facts["held"]:
         raise _damaged("its ids")
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(f"it has ids from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {vocab - 1}")
     if logits is not None and (logits.shape != (1, vocab) or not logits.is_floating_point() or not len(ids)):
         raise _damaged("its logits")
-    if facts.bound is None and len(ids) > limit:
+    if facts["bound"] is None and len(ids) > limit:
         raise ValueError(f"it has {len(ids)} tokens, more than max_seq_len={limit}; load the model with a larger one")
-    layers: list[dict[str, Tensor]] = [{} for _ in range(model.args.n_layers if facts.held else 0)]
+    layers: list[dict[str, Tensor]] = [{} for _ in range(model.args.n_layers if facts["held"] else 0)]
     for name, tensor in tensors.items():
         word, layer, part = (*name.split(".", 2), "", "")[:3]
         if word != "layers" or not part or layer not in map(str, range(len(layers))):
             raise _damaged(f"{name!r:.40}, which no session has,")
         layers[int(layer)][part] = tensor.to(model.device)
     return Content(
-        **{name: getattr(facts, name) for name in _SHARED},
-        max_seq_len=min(facts.max_seq_len, limit),
+        **{**{name: facts[name] for name in _OWN}, "max_seq_len": min(facts["max_seq_len"], limit)},
         ids=ids.tolist(),
         logits=None if logits is None else logits.to(model.device),
         layers=layers,

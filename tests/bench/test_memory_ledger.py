@@ -174,11 +174,11 @@ def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values()
 
 
 def test_a_length_up_to_the_models_limit_is_allowed_and_one_more_is_rejected() -> None:
-    check_length(CELL, 9)
+    check_length(CELL, ModelArgs(max_seq_len=9))
     with pytest.raises(
         ValueError, match=r"input_len=6 \+ output_len=3: a text of 9 positions goes past max_seq_len=8; shorten"
     ):
-        check_length(CELL, 8)
+        check_length(CELL, ModelArgs(max_seq_len=8))
 
 
 def test_a_cell_that_needs_one_byte_too_many_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

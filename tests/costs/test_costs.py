@@ -139,14 +139,6 @@ def test_the_largest_sizes_fit_and_one_more_does_not(memory: int, length: int, r
     assert longest == TINY.max_seq_len or need(rows, longest + 1) > memory
 
 
-def test_the_bytes_that_a_rank_sends_are_those_computed_by_hand() -> None:
-    """Two sums a layer and one of the embedding, 5 in all, each of 3 rows x 7 tokens x 32 numbers; 40 logits a row."""
-    args = tiny_args()
-    sent = costs.network_bytes(args, ranks=4, rows=3, seqlen=7, itemsize=4)
-    assert sent == (2 * 5 * 3 * 7 * 32 * 4 + 3 * 40 * 4) * 3 // 4
-    assert costs.network_bytes(args, ranks=1, rows=3, seqlen=7, itemsize=4) == 0
-
-
 @pytest.mark.parametrize(
     ("word", "says"),
     [

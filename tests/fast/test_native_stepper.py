@@ -548,7 +548,7 @@ def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:
     batch = Batch(make_request(model.args, True, [[5, 6, 7] * 7], 60, (), {"temperature": 0.0}, bound=None))
     batch.begin(VOCAB, model.device)
     cache, other = session.cache.copy(), session.fork()
-    batch.held = 20
+    batch.prefix_len = 20
     stepper = make_stepper(model, batch, cache)
     with torch.inference_mode():
         ids = [*stepper.prefill()]

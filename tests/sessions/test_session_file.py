@@ -554,7 +554,7 @@ FORGERIES: dict[str, tuple[Callable[[Facts, Tensors], object], str]] = {
     "name": (lambda facts, tensors: tensors.update(more=torch.zeros(1)), "damaged: 'more'"),
     "shape": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 1, 64).double()}), "values"),
     "two dtypes": (lambda facts, tensors: tensors.update({"layers.0.values": torch.zeros(1, 76, 2, 32)}), "values"),
-    "kind": (lambda facts, tensors: facts.update(kv_cache="window:20+3"), "ends|held None positions"),
+    "kind": (lambda facts, tensors: facts.update(kv_cache="window:20+3"), "ends|stored None positions"),
     "params": (lambda facts, tensors: facts.update(kv_cache="static:7"), "takes no parameters"),
     "held": (lambda facts, tensors: facts.update(held=-1), "damaged: its description"),
     "written": (lambda facts, tensors: facts.update(written=1), "damaged: its description"),
