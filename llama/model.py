@@ -161,7 +161,7 @@ class Transformer(Switches, Generation, Sessions):
         `start_pos` has all of that. Raises ValueError for a call that the limits or the cache do not allow, and
         RuntimeError during another call with the same cache.
         """
-        rows = start_pos if isinstance(start_pos, Rows) and lengths is None else Rows.of(tokens, start_pos, lengths)
+        rows = Rows.of(tokens, start_pos, lengths)
         if cache is None and self.kv_caching:
             cache = self.own_cache()
         check_call(self, tokens, rows, cache, logits)

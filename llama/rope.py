@@ -10,7 +10,6 @@ few hundred positions, and the released models were trained with float32.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -29,24 +28,18 @@ def rope_frequencies(head_dim: int, theta: float | None) -> Tensor:
     return 1.0 / (theta**exponents)
 
 
-def scale_frequencies(
-    freqs: Tensor,
-    *,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_seq_len: int,
-) -> Tensor:
+def scale_frequencies(freqs: Tensor, rule: RopeScaling) -> Tensor:
     """Return frequencies by the rule of Llama 3.1: low ones divided by `factor`, high ones as they are, blends between.
 
     Source: `apply_scaling` in https://github.com/meta-llama/llama-models. The order of operations is the same, because
     the last bit depends on it.
     """
     wavelengths = 2 * math.pi / freqs
-    smooth = (original_max_seq_len / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    blended = (1 - smooth) * freqs / factor + smooth * freqs
-    scaled = torch.where(wavelengths > original_max_seq_len / low_freq_factor, freqs / factor, blended)
-    return torch.where(wavelengths < original_max_seq_len / high_freq_factor, freqs, scaled)
+    low, high, length = rule.low_freq_factor, rule.high_freq_factor, rule.original_max_seq_len
+    smooth = (length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * freqs / rule.factor + smooth * freqs
+    scaled = torch.where(wavelengths > length / low, freqs / rule.factor, blended)
+    return torch.where(wavelengths < length / high, freqs, scaled)
 
 
 def yarn_frequencies(freqs: Tensor, theta: float, rule: YarnScaling) -> Tensor:
@@ -77,7 +70,7 @@ def scaled_frequencies(args: ModelArgs) -> Tensor:
     if scaling is None or args.rope_theta is None:
         return freqs
     if isinstance(scaling, RopeScaling):
-        return scale_frequencies(freqs, **asdict(scaling))
+        return scale_frequencies(freqs, scaling)
     if isinstance(scaling, LinearScaling):
         return freqs / scaling.factor
     if isinstance(scaling, YarnScaling):

@@ -43,9 +43,7 @@ def test_cos_and_sin_equal_those_of_transformers_at_every_position(head_dim: int
 def scaled(*wavelengths: float, original: int = 8192, factor: float = 8.0) -> list[float]:
     """Return the wavelengths after scaling with the released models' bands."""
     freqs = 2 * math.pi / torch.tensor(wavelengths)
-    scaled = scale_frequencies(
-        freqs, factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=original
-    )
+    scaled = scale_frequencies(freqs, RopeScaling(factor, original_max_seq_len=original))
     assert scaled.dtype == torch.float32
     return (2 * math.pi / scaled).tolist()
 

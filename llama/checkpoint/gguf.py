@@ -206,6 +206,6 @@ def _divided(path: Path, args: ModelArgs, weight: Weight) -> RopeScaling | tuple
     freqs = rope_frequencies(args.head_dim, args.rope_theta)
     rule = RopeScaling(factor)
     # Both sides were rounded to float32, and the blend multiplies an error by up to the factor.
-    if torch.allclose(freqs / scale_frequencies(freqs, **vars(rule)), divisors, rtol=1e-5 * max(1, factor), atol=0):
+    if torch.allclose(freqs / scale_frequencies(freqs, rule), divisors, rtol=1e-5 * max(1, factor), atol=0):
         return rule
     return tuple(divisors.tolist())

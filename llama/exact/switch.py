@@ -11,24 +11,20 @@ from typing import Any, Protocol
 from torch import nn
 
 from llama.args import ModelArgs
-from llama.exact.batch_invariance import CachedModel, first_difference
+from llama.exact.batch_invariance import first_difference
 from llama.exact.operations import exact_ops
+from llama.generation import LanguageModel
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
 from llama.quant.packed import QuantizedWeight
-from llama.ranks import Ranks
 from llama.stepper import Runner
 
 
-class ExactModel(CachedModel, Protocol):
+class ExactModel(LanguageModel, Protocol):
     """The part of a model that exact mode uses; `llama.Transformer` has it."""
 
     @property
     def exact(self) -> bool: ...
-    @property
-    def runner(self) -> Runner[Any] | None: ...
-    @property
-    def ranks(self) -> Ranks: ...
     def modules(self) -> Iterator[nn.Module]: ...
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 

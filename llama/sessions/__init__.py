@@ -1,1 +1,1 @@
-"""The parts of a session: its stream, its file, and the digests of its model in the file."""
+"""The file of a session, and the digests of its model in the file."""

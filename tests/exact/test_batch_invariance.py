@@ -1,6 +1,5 @@
 """The comparison of a model with itself: it passes what depends on nothing but the tokens, and finds what does not."""
 
-from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.exact.batch_invariance import FEW, first_difference, tokens_fed
+from llama.rows import Rows
 
 
 class SumOfTokens:
@@ -29,12 +29,12 @@ class SumOfTokens:
     def new_cache(self) -> Any:
         return torch.zeros(2, 160, dtype=torch.int64)
 
-    def __call__(self, tokens: Tensor, start_pos: int | Sequence[int] = 0, *, cache: Any = None) -> Tensor:
+    def __call__(self, tokens: Tensor, start_pos: Rows, *, cache: Any, logits: str) -> Tensor:
         bsz, seqlen = tokens.shape
         assert (cache is not None) == self.caching
         kept = cache if self.caching else self.new_cache()
         self.fed[0] += tokens.numel()
-        starts = [start_pos] * bsz if isinstance(start_pos, int) else list(start_pos)
+        starts = list(start_pos.starts)
         sums = torch.zeros(bsz, seqlen, 1)
         for row, start in enumerate(starts):
             kept[row, start : start + seqlen] = tokens[row]
