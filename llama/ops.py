@@ -25,27 +25,25 @@ HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mk
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
-    return onednn_linear(x, weight) if _onednn_serves(x, weight) else F.linear(x, weight)
-
-
-def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T by oneDNN's own operator, which exists if HAS_ONEDNN is True."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
-
-
-def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
     # PyTorch computes float32 products on a CPU by MKL, which reaches a half to a third of oneDNN's speed on an AMD
     # machine, with one row or many (docs/log.md). oneDNN's operator has no gradient, returns zeros under forward-mode
     # differentiation (an open level of dual numbers), and compiles only with constant weights.
-    return (
+    if (
         x.dtype == torch.float32 == weight.dtype
         and x.device.type == "cpu"
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and forward_ad._current_level < 0
         and HAS_ONEDNN
         and not torch.compiler.is_compiling()
-    )
+    ):
+        return onednn_linear(x, weight)
+    return F.linear(x, weight)
+
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T by oneDNN's own operator, which exists if HAS_ONEDNN is True."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
 
 
 def sum_linear(x: Tensor, weight: Tensor, ranks: Ranks) -> Tensor:
@@ -58,7 +56,7 @@ _Attend = TypeVar("_Attend", bound=Callable[..., Tensor])
 
 
 def softmax_attention(attend: _Attend) -> _Attend:
-    """Mark a function that computes the same as `attend` below, so that `attention_weights` has its weights."""
+    """Declare a function equivalent to `attend`, so that `attention_weights` applies to it."""
     attend.is_softmax_attention = True  # type: ignore[attr-defined]
     return attend
 
@@ -67,10 +65,12 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Scoring(NamedTuple):
-    """What attention's scores may depend on besides queries and keys.
+    """The values besides queries and keys that attention's scores may depend on.
 
-    layer: the number of the layer, as the model was built. key_positions: the positions of the keys, (kv_len,), (bsz,
-    kv_len) or (bsz, n_kv_heads, kv_len); None for 0 .. kv_len - 1. score_mod: see `Ops`.
+    layer: the number of the layer, as the model was built.
+    key_positions: the positions of the keys, (kv_len,), (bsz, kv_len) or (bsz, n_kv_heads, kv_len); None for
+        0 .. kv_len - 1.
+    score_mod: see `Ops`.
     """
 
     layer: int = 0

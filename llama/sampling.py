@@ -67,7 +67,7 @@ class Sampling:
 
 
 class Settings(NamedTuple):
-    """The numbers of a Sampling, None for a step that does nothing; on a GPU, tensors of one number."""
+    """The numbers of a Sampling, or None for a step that does nothing. On a GPU they are tensors of one number."""
 
     temperature: Number | None  # None: greedy
     top_p: Number | None

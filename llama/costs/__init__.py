@@ -204,9 +204,10 @@ def peak_memory(
 ) -> PeakMemory:
     """Predict the peak memory of a greedy generation by the plain path, on each rank.
 
-    `all_logits`: every forward computes the logits of all positions, as much published code does. `workspace`: bytes of
-    the device's libraries. `quantize`: the format of the matrices; buffers that widen them are not counted. `held`: the
-    bytes of the cache on one rank after so many positions of each row; by default those of a static cache.
+    all_logits: every forward computes the logits of all positions, as much published code does.
+    workspace: the bytes of the device's libraries.
+    quantize: the format of the matrices. Buffers that widen them are not counted.
+    held: returns the bytes of the cache on one rank by the number of positions of each row; None is a static cache.
     """
     fed = [seqlen for _, seqlen in forwards(input_len=input_len, output_len=output_len, kv_caching=kv_caching)]
     wide, own = max(4, itemsize), args.share(ranks)

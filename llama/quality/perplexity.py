@@ -44,8 +44,9 @@ class Score:
 class Comparison:
     """How far predictions are from those of a reference, over the same positions of the same text.
 
-    mean_kl: the mean of KL(reference || other). top1_agreement: the share of positions at which both have the same
-    most likely token. reference_nll, other_nll: the means of the negative log-likelihoods; perplexity is exp of one.
+    mean_kl: the mean of KL(reference || other).
+    top1_agreement: the share of positions at which both have the same most likely token.
+    reference_nll, other_nll: the means of the negative log-likelihoods. Perplexity is exp of one.
     """
 
     tokens: int

@@ -62,11 +62,6 @@ def in_8_bits(x: Tensor) -> Tensor:
     return ((spans * (127 / most)).round() * (most / 127)).flatten(-2).to(x.dtype)
 
 
-def format_of(name: str, quantize: str) -> Format:
-    """Return the format of a matrix for "int8" or "int4"; with both, the embedding and the head have 8 bits."""
-    return INT4 if quantize == "int4" and name.startswith("layers.") else INT8
-
-
 def quantize_layers(
     model: nn.Module,
     dtype: torch.dtype,
@@ -89,7 +84,8 @@ def quantize_layers(
                 continue
             if layer.weight not in made:
                 whole = ".".join(filter(None, (prefix, name, "weight")))
-                kept = format_of(whole, quantize) if stored is None else stored(whole)
+                in_4_bits = quantize == "int4" and whole.startswith("layers.")  # not the embedding, nor the head
+                kept = stored(whole) if stored is not None else INT4 if in_4_bits else INT8
                 rows, columns = layer.weight.shape
                 made[layer.weight] = PackedWeight(rows, columns, kept, quantize) if isinstance(kept, Format) else kept
             weight = made[layer.weight]

@@ -26,8 +26,11 @@ _ROWS = 128  # outputs that are dequantised at a time: they fit into a CPU's inn
 class Format:
     """The format of a packed matrix.
 
-    bits: of a code. span: the number of weights that share a scale. offset: the code of 0, if no zeros are stored.
-    nested: scales and zeros are integers of 8 bits, times a float16 for every 256 weights; else they are float16.
+    bits: the bits of a code.
+    span: the number of weights that share a scale.
+    offset: the code of 0, if no zeros are stored.
+    nested: True if scales and zeros are integers of 8 bits, times a float16 for every 256 weights; else they are
+        float16.
     """
 
     bits: int
@@ -171,8 +174,10 @@ class PackedWeight(QuantizedWeight):
 class MappedWeight(QuantizedWeight):
     """A quantised matrix in the mapped bytes of a file, which are read when they are used.
 
-    raw: (out_features, blocks, bytes of a block). block: the file's name for such blocks. split: returns the parts of
-    some outputs' blocks. A copy of it has the bytes in memory.
+    A copy of it has the bytes in memory.
+    raw: the bytes, (out_features, blocks, bytes of a block).
+    block: the name of such blocks in the file.
+    split: a function that returns the parts of some outputs' blocks.
     """
 
     raw: nn.Parameter
