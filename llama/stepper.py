@@ -41,7 +41,7 @@ class Stepper(Protocol):
         ...
 
 
-FEW_ROWS = 8  # a call of more is timed with 16 rows, one of fewer with 1
+FEW_ROWS = 8  # the trial times calls of up to 8 rows with 1 row, larger ones with 16
 
 
 class CallKind(NamedTuple):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import NATIVE_SIZES, write_checkpoint
@@ -237,7 +236,7 @@ def folder_of(file: str) -> str:
 
 
 @pytest.mark.parametrize("part", [str, folder_of], ids=["files", "folders"])
-def test_no_circle_of_imports_stands_not_even_for_a_type(part: Callable[[str], str]) -> None:
+def test_imports_form_no_circle_not_even_for_types(part: Callable[[str], str]) -> None:
     graph: dict[str, set[str]] = {part(file): set() for file in FILES}
     for file in FILES:
         known = {name for module in _modules(tree_of(file), file, types=True) if (name := file_of(module))}
@@ -398,30 +397,17 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-@pytest.fixture(scope="module")
-def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Import the public names and generate, in a fresh process, and return what that changed."""
-    report = tmp_path_factory.mktemp("probe") / "report.json"
-    checkpoint = write_checkpoint(report.with_name("model"), **NATIVE_SIZES)
+@pytest.mark.slow  # a process that compiles or loads native code
+def test_importing_the_public_names_changes_nothing_and_loads_no_package_that_only_some_need(tmp_path: Path) -> None:
+    """A text on a CPU loads no compiler of graphs: with PyTorch's own, a start takes twice as long."""
+    checkpoint, report = write_checkpoint(tmp_path / "model", **NATIVE_SIZES), tmp_path / "report.json"
     command = [sys.executable, "-c", PROBE, str(report), str(checkpoint)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {**json.loads(report.read_text()), "printed": done.stdout + done.stderr}
-
-
-@pytest.mark.slow
-def test_importing_the_public_names_changes_nothing_and_prints_nothing(probed: dict[str, Any]) -> None:
-    assert probed["after"] == probed["before"]
-    assert probed["printed"] == ""
-
-
-@pytest.mark.slow
-def test_importing_the_public_names_loads_no_package_that_only_some_need(probed: dict[str, Any]) -> None:
+    assert done.stdout + done.stderr == ""
+    found = json.loads(report.read_text())
+    assert found["after"] == found["before"]
     some = {"fairscale", "transformers", "fire", "tiktoken", "tokenizers", "sentencepiece"}
-    assert some.isdisjoint(probed["by names"])
-
-
-@pytest.mark.slow
-def test_a_text_on_a_cpu_loads_no_compiler_of_graphs(probed: dict[str, Any]) -> None:
-    """With PyTorch's own and what that takes along, a start takes twice as long."""
-    assert {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib"}.isdisjoint(probed["by text"])
+    assert some.isdisjoint(found["by names"])
+    compilers = {"torch._dynamo", "torch._inductor", "triton", "sympy", "matplotlib"}
+    assert compilers.isdisjoint(found["by text"])
