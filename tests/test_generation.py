@@ -15,7 +15,7 @@ import torch
 from fakes import NAN, Bytes, Call, Ids, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import tiny_model
+from tiny import tiny_model
 
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache

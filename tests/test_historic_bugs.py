@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from historic_bugs.run import FOLDER, ROOT, Bug, apply, bugs_in, main
-from oracles import FP64_TOLERANCE, some_tokens, tiny_model
+from tiny import FP64_TOLERANCE, some_tokens, tiny_model
 
 BUGS = bugs_in(FOLDER)
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed, which applies the patches")

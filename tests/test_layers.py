@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_args
+from tiny import some_tokens, tiny_args
 from torch import Tensor
 
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

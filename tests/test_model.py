@@ -11,18 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import Ids
-from oracles import (
-    FP64_TOLERANCE,
-    bits,
-    cache_nbytes,
-    fp32_tolerance,
-    hf_llama,
-    hf_tensors,
-    kv_nbytes,
-    some_tokens,
-    tiny_args,
-    tiny_model,
-)
+from references import hf_llama, hf_tensors
+from tiny import FP64_TOLERANCE, bits, cache_nbytes, fp32_tolerance, kv_nbytes, some_tokens, tiny_args, tiny_model
 from torch import Tensor, nn
 
 from llama.args import ModelArgs

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import weights_by_loops
+from tiny import weights_by_loops
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from writes import rows_of

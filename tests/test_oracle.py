@@ -23,7 +23,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import FP64_TOLERANCE, fp32_tolerance, hf_llama, some_tokens, tiny_args, tiny_model
+from references import hf_llama
+from tiny import FP64_TOLERANCE, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs, RopeScaling

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import FP64_TOLERANCE, bits, hf_config, some_tokens, tiny_args, tiny_model
+from references import hf_config
+from tiny import FP64_TOLERANCE, bits, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import Bytes
-from oracles import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
+from tiny import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
 
 from llama.kv_cache import PagedCache, StaticCache
 from llama.model import Transformer

@@ -14,8 +14,8 @@ import pytest
 import torch
 from fakes import Ids
 from native import model_of, needs_a_compiler, twins
-from oracles import some_tokens, tiny_model
 from threads import elsewhere, in_threads
+from tiny import some_tokens, tiny_model
 from torch import Tensor, nn
 
 from llama.model import Transformer

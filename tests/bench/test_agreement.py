@@ -7,7 +7,7 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from jobs_here import Here, jobs_here, run_of
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 
 from llama.bench.cell import Cell
 from llama.bench.presets import Calibration, plan_report, table_cells, table_groups

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_model
+from tiny import some_tokens, tiny_model
 from torch import Tensor
 
 from llama.bench.run.kind_validity import CHECKS, judge_kind

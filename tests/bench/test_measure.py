@@ -10,7 +10,7 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from native import needs_a_compiler
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 
 from llama import costs
 from llama.bench.cell import Cell, read_engine

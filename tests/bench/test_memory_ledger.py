@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import tiny_args
+from tiny import tiny_args
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell

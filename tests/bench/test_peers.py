@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import Bytes
-from oracles import kv_nbytes, tiny_args, tiny_model
+from tiny import kv_nbytes, tiny_args, tiny_model
 
 from llama.args import RopeScaling
 from llama.bench.cell import Cell

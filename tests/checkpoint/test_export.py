@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import N_WORDS, write_huggingface_tokenizer
-from oracles import tiny_model
+from tiny import tiny_model
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling
 from llama.checkpoint import load_weights, open_checkpoint

@@ -11,7 +11,8 @@ import torch
 from checkpoints import N_WORDS, finish, gguf_writer, write_huggingface, write_huggingface_tokenizer
 from families import FAMILIES, SCALINGS, config_of, random_model
 from gguf import GGMLQuantizationType as Kind
-from oracles import fed_in_pieces, in_float64
+from references import in_float64
+from tiny import fed_in_pieces
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -20,7 +20,7 @@ from commands import Command
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from oracles import failing, tiny_model, watched
+from tiny import failing, tiny_model, watched
 from torch import Tensor
 from vocabularies import plain
 

@@ -11,7 +11,7 @@ from fakes import write_checkpoint
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import tiny_args
+from tiny import tiny_args
 
 from llama import costs
 from llama.args import ModelArgs

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs

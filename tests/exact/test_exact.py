@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import fed_in_pieces, tiny_args, tiny_model
+from tiny import fed_in_pieces, tiny_args, tiny_model
 from torch import Tensor
 from writes import rows_of
 

@@ -15,7 +15,7 @@ from changes import CHANGES, outcome
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import NATIVE_SIZES, Ids, write_checkpoint
 from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
-from oracles import bits, some_tokens
+from tiny import bits, some_tokens
 
 from llama.api import load
 from llama.exact.batch_invariance import first_difference

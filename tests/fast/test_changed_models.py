@@ -18,7 +18,7 @@ from changes import CHANGES, check_alike, outcome
 from fakes import Ids
 from generations import GREEDY
 from native import ARGS, EVERYTHING, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
-from oracles import some_tokens
+from tiny import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

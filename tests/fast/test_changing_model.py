@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from native import KINDS, needs_a_compiler, served, twins
-from oracles import some_tokens, tiny_args
 from test_changed_models import MOMENTS, TOKEN_KINDS
+from tiny import some_tokens, tiny_args
 from torch import Tensor, nn
 
 from llama.model import Transformer

@@ -6,7 +6,7 @@ At every forward, each parameter and the grad mode decide whether native code ru
 import pytest
 import torch
 from native import needs_a_compiler, served, twins
-from oracles import some_tokens, tiny_args
+from tiny import some_tokens, tiny_args
 from torch import Tensor
 
 from llama.model import Transformer

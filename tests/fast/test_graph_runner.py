@@ -25,7 +25,7 @@ from fakes import Bytes, Ids
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 from torch import Tensor
 
 from llama import sampling

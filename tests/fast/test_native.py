@@ -28,7 +28,7 @@ from native import (
     tolerance,
     twins,
 )
-from oracles import bits, fp32_tolerance, some_tokens, tiny_args
+from tiny import bits, fp32_tolerance, some_tokens, tiny_args
 from torch import Tensor
 
 from llama.args import ModelArgs

@@ -27,7 +27,7 @@ from native import (
     served,
     twins,
 )
-from oracles import bits, some_tokens
+from tiny import bits, some_tokens
 
 from llama.fast import native_library
 from llama.fast.choose import make_fast

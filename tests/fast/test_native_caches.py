@@ -27,7 +27,7 @@ from native import (
     tolerance,
     twins,
 )
-from oracles import bits, some_tokens, tiny_args
+from tiny import bits, some_tokens, tiny_args
 from torch import Tensor
 from writes import rows_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from generations import GREEDY
 from native import ARGS, VOCAB, compiled_with, cpu_flags, needs_a_compiler, served, tolerance, twins
-from oracles import bits, some_tokens
+from tiny import bits, some_tokens
 from torch import Tensor
 
 from llama.fast.native_caches import served_as

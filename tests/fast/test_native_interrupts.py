@@ -8,7 +8,7 @@ import pytest
 import torch
 from interrupts import Sessions, Texts, failing_at, interrupted, lines_of
 from native import ARGS, needs_a_compiler, served, twins
-from oracles import some_tokens
+from tiny import some_tokens
 
 pytestmark = needs_a_compiler
 KINDS = ("static", "int8", "int4", "rotated:k4v3+2", "kivi:2+16", "paged", "quest:32", "adakv:0.3")

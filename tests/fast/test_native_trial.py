@@ -11,7 +11,7 @@ import torch
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import Ids
 from native import FOLDER, VOCAB, model_of, needs_a_compiler, served
-from oracles import some_tokens
+from tiny import some_tokens
 
 from llama import load
 from llama.bench.run.engines import LlamaEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_args, tiny_model
+from tiny import some_tokens, tiny_args, tiny_model
 
 from llama.kv_cache import KVCache, cache_kind
 from llama.rows import Rows

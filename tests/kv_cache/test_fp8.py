@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from oracles import tiny_args
+from tiny import tiny_args
 from writes import write
 
 from llama.kv_cache import Fp8Cache, KVCache

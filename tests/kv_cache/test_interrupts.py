@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from interrupts import Sessions, Texts, failing_at
-from oracles import some_tokens, tiny_model
+from tiny import some_tokens, tiny_model
 
 KINDS = ["static", "concat", "paged", "int8", "window:20+3", "fp8", "quest:16", "static@0;int4", "h2o:20"]
 OTHERS = ["paged:40", "int4", "rotated:k4v3+2", "kivi:2+16", "random", "adakv:0.3", "tova", "knorm", "keydiff", "lagkv"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import FP64_TOLERANCE, some_tokens, tiny_model
+from tiny import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
 
 from llama.kv_cache import Attended, ConcatCache, KVCache, StaticCache, cache_kind

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import Ids, write_checkpoint
-from oracles import some_tokens, tiny_args, tiny_model
+from tiny import some_tokens, tiny_args, tiny_model
 
 from llama import cli
 from llama.api import load

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import oracles  # registers the caches full of nan
 import pytest
+import tiny  # registers the caches full of nan
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from oracles import bits, kv_nbytes, tiny_args
+from tiny import bits, kv_nbytes, tiny_args
 from torch import Tensor
 from writes import write
 
@@ -17,7 +17,7 @@ from llama.kv_cache import ConcatCache, KVCache, StaticCache
 
 HEADS, HEAD_DIM, ROWS, LENGTH = 2, 4, 4, 12  # never one kv head: writes to a wrong axis would broadcast (bug 1)
 KINDS = ["static", "concat"]
-assert oracles.PoisonedCache in KVCache.kinds.values()
+assert tiny.PoisonedCache in KVCache.kinds.values()
 
 
 def cache_args(**changes: Any) -> ModelArgs:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from oracles import some_tokens, tiny_args, tiny_model
 from threads import in_threads
+from tiny import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 from writes import write
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import tiny_args
+from tiny import tiny_args
 from torch import Tensor
 from writes import write
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
+from tiny import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.api import load

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 from torch import Tensor
 from writes import rows_of, write
 

@@ -12,7 +12,7 @@ from commands import Command
 from fakes import NATIVE_SIZES, write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import some_tokens, tiny_model, watched
+from tiny import some_tokens, tiny_model, watched
 from torch import Tensor
 from transformers import LlamaForCausalLM
 

@@ -13,7 +13,7 @@ from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import needs_a_compiler, served
-from oracles import some_tokens, tiny_args
+from tiny import some_tokens, tiny_args
 from torch import Tensor
 
 from llama import load

@@ -19,7 +19,7 @@ import torch
 from fakes import Bytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles import tiny_args, tiny_model
+from tiny import tiny_args, tiny_model
 from torch import Tensor
 from writes import write
 

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from oracles import HF_LAYER_NAMES
+from references import HF_LAYER_NAMES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import TikTokenConverter

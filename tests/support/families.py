@@ -5,7 +5,7 @@ from typing import Any
 import checkpoints
 import torch
 from checkpoints import TINY
-from oracles import in_float64
+from references import in_float64
 from transformers import AutoConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

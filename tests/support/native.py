@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import bits, fed_in_pieces, fp32_tolerance, some_tokens, tiny_args, tiny_model
+from tiny import bits, fed_in_pieces, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_certificate
 import torch
-from oracles import some_tokens, tiny_model
+from tiny import some_tokens, tiny_model
 from torch import Tensor
 
 from llama.exact import operations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import tiny_args, tiny_model, watched
+from tiny import tiny_args, tiny_model, watched
 
 from llama.kv_cache import Cache, PagedCache, StaticCache
 from llama.session import Session

@@ -15,7 +15,7 @@ from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from commands import Terminal
 from fakes import NATIVE_SIZES, write_checkpoint
 from native import needs_a_compiler
-from oracles import tiny_model
+from tiny import tiny_model
 from torch import Tensor
 
 from llama import cli

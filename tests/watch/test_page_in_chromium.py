@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fakes import Ids
-from oracles import tiny_model
+from tiny import tiny_model
 
 from llama.host import palette
 from llama.watch.page import page

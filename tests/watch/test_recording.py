@@ -8,7 +8,7 @@ import torch
 from fakes import Ids
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import tiny_model, watched, weights_by_loops
+from tiny import tiny_model, watched, weights_by_loops
 from torch import Tensor
 
 from llama.costs import forward_flops, forwards, step_bytes
