@@ -1,9 +1,9 @@
-"""What each rank of a torchrun does for tests/ranks/test_ranks.py: every case, then its outcomes into a file.
+"""The program of each rank for tests/ranks/test_ranks.py: run cases, then write their outcomes into a file.
 
-    torchrun --nproc_per_node N tests/support/ranks_child.py FOLDER             the cases
-    torchrun --nproc_per_node N tests/support/ranks_child.py FOLDER killed 5    rank 1 is lost; 5 s of timeout
+    torchrun --nproc_per_node N tests/support/ranks_child.py FOLDER "" 30 CASE ...    the cases
+    torchrun --nproc_per_node N tests/support/ranks_child.py FOLDER killed 5          rank 1 is lost; 5 s of timeout
 
-FOLDER holds tiny checkpoints. The same process also holds the whole model, which every case compares with.
+FOLDER has tiny checkpoints. The same process also loads the whole model, which every case compares with.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ PROMPTS = [[1, 2, 3], [4] * 11, [5, 6] * 4]
 FP64_TOLERANCE = 1e-12  # sums in another order: logits of about 1 that were rounded at 1e-16 a few hundred times
 
 CASES: dict[str, Callable[["Job"], None]] = {}
+FEW = ("logits_are_those_of_one_process_in_float64", "texts_are_those_of_one_process")  # of any number of ranks
+# What can depend on the number of ranks.
+BY_SIZE = (
+    *(*FEW, "exact_mode_has_the_bits_of_one_process", "every_format_is_read_in_slices_that_make_the_whole"),
+    *("an_unseeded_draw_is_the_same_on_every_rank", "each_rank_holds_its_share", "gradients_are_those_of_one_process"),
+)
 
 
 def case(check: Callable[["Job"], None]) -> Callable[["Job"], None]:
@@ -244,10 +250,6 @@ def stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hanging() -> None:
-    time.sleep(1000)
-
-
 def absent() -> None:
     time.sleep(1000)
 
@@ -256,7 +258,7 @@ def ending() -> None:
     sys.exit(0)
 
 
-FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, hanging, absent, ending)}
+FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, absent, ending)}
 
 
 def meet(fault: str, folder: Path) -> None:
@@ -283,26 +285,35 @@ def lose_rank_1(job: Job, fault: str) -> None:
     raise AssertionError("the text came to its end")
 
 
-def run_cases(job: Job) -> None:
+def run_cases(job: Job, names: Sequence[str]) -> None:
     outcomes = {}
-    for name, check in CASES.items():
+    for name in names:
         try:
-            check(job)
+            CASES[name](job)
             outcomes[name] = ""
         except Exception:
             outcomes[name] = traceback.format_exc()
     (job.folder / f"outcomes.{job.ranks.rank}.json").write_text(json.dumps(outcomes), encoding="utf-8")
 
 
+def run_fork(folder: Path, rank: int, size: int, port: str) -> None:
+    """Run FEW as one of `size` ranks, in a fork of a process that has no ranks."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}})
+    job = Job(folder, join(torch.device("cpu"), timeout=60.0))
+    run_cases(job, FEW)
+    job.ranks.gather(torch.zeros(1))  # rank 0 serves the store, so it ends with the last one
+
+
 def main() -> None:
-    folder, fault, timeout = Path(sys.argv[1]), *(sys.argv[2:] or ("", "30"))
+    folder, fault, timeout, *names = Path(sys.argv[1]), *sys.argv[2:]
     if fault == "absent" and world_rank() == 1:
         meet("absent", folder)
     job = Job(folder, join(torch.device("cpu"), timeout=float(timeout)))
     if fault:
         lose_rank_1(job, fault)
     else:
-        run_cases(job)
+        run_cases(job, names)
 
 
 def as_in_a_process_of_its_own() -> None:
