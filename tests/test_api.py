@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from llama import Dialog, Llama, load
 from llama.api import pick_device, pick_dtype
 from llama.checkpoint import CheckpointError
-from llama.exact.batch_invariance import first_difference
 
 MAX_SEQ_LEN = 128
 CPU = torch.device("cpu")
@@ -142,11 +141,8 @@ def test_the_model_is_loaded_as_asked(checkpoint: Path, dtype: str, kv_cache: st
         model.generate(tokenizer, ["x"] * 4, 1)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_exact_mode_is_asked_for_when_loading(checkpoint: Path, exact: bool) -> None:
-    model, _ = load(checkpoint, exact=exact)
-    assert model.exact is exact
-    assert (first_difference(model) is None) == exact
+def test_exact_mode_is_asked_for_when_loading(checkpoint: Path) -> None:
+    assert [load(checkpoint, exact=exact)[0].exact for exact in (True, False)] == [True, False]
 
 
 def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
@@ -275,15 +271,13 @@ def test_an_empty_text_is_completed_from_bos_alone(
     assert llama.text_completion([""], temperature=0, max_gen_len=5) == [{"generation": own["generation"]}]
 
 
-@pytest.mark.parametrize("max_gen_len", [None, MAX_SEQ_LEN, 10**6])
-def test_max_gen_len_is_cut_where_max_seq_len_is_reached(llama: Llama, max_gen_len: int | None) -> None:
+def test_max_gen_len_is_cut_where_max_seq_len_is_reached(checkpoint: Path) -> None:
+    llama, limit = Llama.build(checkpoint, max_seq_len=30, device="cpu"), 30
     llama.tokenizer.stop_tokens = []
-    prompts = [[1] * 20, [2], [3] * MAX_SEQ_LEN]
-    ids, _ = llama.generate(prompts, max_gen_len)
-    # None means Meta's max_seq_len - 1
-    assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 1, 0]
-    ids, _ = llama.generate(prompts, MAX_SEQ_LEN - 20)
-    assert [len(row) for row in ids] == [MAX_SEQ_LEN - 20, MAX_SEQ_LEN - 20, 0]
+    prompts = [[1] * 20, [2], [3] * limit]
+    for asked, longest in ((None, limit - 1), (limit, limit - 1), (10**6, limit - 1), (10, 10)):
+        ids, _ = llama.generate(prompts, asked)  # None means Meta's max_seq_len - 1
+        assert [len(row) for row in ids] == [limit - 20, longest, 0]
 
 
 def test_limits_of_build_hold(checkpoint: Path) -> None:

@@ -22,7 +22,13 @@ RESEARCH = (ROOT / "docs" / "research.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README + RESEARCH, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.splitlines()[0])
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(snippet, marks=[pytest.mark.slow] * ("load(" in snippet), id=str(n))
+        for n, snippet in enumerate(SNIPPETS)
+    ],
+)
 def test_python_in_the_readme_and_in_the_page_on_research_runs(
     snippet: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

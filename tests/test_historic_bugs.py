@@ -94,6 +94,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @needs_git
 def test_the_runner_distinguishes_caught_bugs_missed_bugs_and_invalid_patches(
     tree: Path, capsys: pytest.CaptureFixture[str]

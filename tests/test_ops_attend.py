@@ -223,8 +223,7 @@ def test_row_gives_the_same_bits_beside_rows_at_other_positions() -> None:
         assert torch.equal(together[row : row + 1], alone)
 
 
-@pytest.mark.parametrize("score_mod", [None, capped_and_sloped])
-@pytest.mark.parametrize("start_pos", [0, [0, 0]])
+@pytest.mark.parametrize(("score_mod", "start_pos"), [(None, 0), (capped_and_sloped, [0, 0])])
 def test_gradients_flow(start_pos: int | list[int], score_mod: ops.ScoreMod | None) -> None:
     tensors = [tensor.requires_grad_() for tensor in qkv((2, 3, 2, 2, 4), 3, torch.float64)]
     scoring = ops.Scoring(1, None, score_mod)

@@ -152,7 +152,7 @@ def test_the_oracle_is_a_page_that_imports_numpy_alone() -> None:
     assert not {"__import__", "importlib", "exec", "eval"} & {getattr(node, "id", "") for node in nodes}
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(configurations(for_transformers=True), lengths)
 def test_the_oracle_gives_the_logits_of_transformers(args: ModelArgs, length: int) -> None:
     model, ids = tiny_model(args), some_tokens(1, length, vocab_size=args.vocab_size)
@@ -210,7 +210,7 @@ def test_logits_equal_the_oracles_with_exact_angles(changes: dict[str, Any]) -> 
         assert_equal(model(ids)[0], oracle(model, ids[0]), ANGLES_TOLERANCE)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     head_dim=st.integers(1, 64).map(lambda half: 2 * half),
     theta=st.floats(10, 1e6),
@@ -228,7 +228,7 @@ def test_frequencies_are_the_oracles(
     assert (abs(Transformer(args).rope.freqs.double().numpy() - exact) <= off).all()
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(configurations(), lengths, st.integers(0, 99))
 def test_logits_equal_the_oracles_in_one_pass_without_a_cache(args: ModelArgs, length: int, seed: int) -> None:
     """Catches bugs 2, 4, 6 and 7, even if transformers had the same ones."""

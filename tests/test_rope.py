@@ -25,8 +25,10 @@ def of_pair(table: Tensor) -> tuple[Tensor, Tensor]:
     return table[0, :, 0, 0::2], table[0, :, 0, 1::2]
 
 
-@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "factor"),
+    [(64, 8.0), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((64, 32.0), (128, 8.0), (128, None)))],
+)
 def test_cos_and_sin_equal_those_of_transformers_at_every_position(head_dim: int, factor: float | None) -> None:
     """Bit for bit. Catches bugs 5 and 6: factor 8 for all models, scaling of unscaled models, borders of the bands."""
     scaling = None if factor is None else RopeScaling(factor=factor)
@@ -137,7 +139,7 @@ def test_without_a_theta_queries_and_keys_keep_their_bits(dtype: torch.dtype) ->
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["static", "concat", "paged", "int8", "int4", "window:20+3"])
+@pytest.mark.parametrize("kind", ["static", "int4", "window:20+3"])
 def test_without_rope_one_layer_sees_no_order_in_the_past(kind: str) -> None:
     """So no kind of cache rotates keys, not even an unrotated one. With RoPE, the logits differ."""
     tokens = some_tokens(2, 12)

@@ -5,7 +5,7 @@ import gc
 import logging
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,14 @@ from llama.session import Session
 GREEDY: Options = {"temperature": 0.0}
 LOSSLESS = ("static", "concat", "paged")
 KINDS = (*LOSSLESS, "int8", "int4", "window:20+3")
+
+
+def kinds(*default: str, of: Sequence[str] = KINDS) -> Any:
+    """Parametrize a test with kinds of cache; those that are not `default` are slow."""
+    params = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in default)) for kind in of]
+    return pytest.mark.parametrize("kv_cache", params)
+
+
 EVERY = (*KINDS, "rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16", "adakv:0.3", "h2o:20", "tova", "snapkv:30", "random")
 ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
 TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"
@@ -106,7 +114,7 @@ def test_a_text_that_differs_within_a_rounded_group_continues_at_the_groups_begi
     torch.testing.assert_close(session.logits, expected.logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kv_cache", KINDS)
+@kinds("paged", "int8")
 def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
     model, session = made(kv_cache)
     session.feed(TEXT[:30])
@@ -209,7 +217,7 @@ def test_logits_that_are_not_known_are_none() -> None:
 # ---- forks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache", KINDS)
+@kinds("paged", "int8")
 def test_forks_go_their_own_ways(kv_cache: str) -> None:
     session = made(kv_cache, text=TEXT)[1]
     branches = [session.fork() for _ in range(3)]
@@ -270,9 +278,8 @@ def test_a_copied_or_pickled_paged_cache_has_a_pool_of_its_own() -> None:
 # ---- rewinding -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache", [*LOSSLESS, "forgetful"])
-@pytest.mark.parametrize("position", [1, 33, 70])
-def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
+@pytest.mark.parametrize(("kv_cache", "position"), [("static", 1), ("concat", 33), ("paged", 70), ("forgetful", 33)])
+def test_a_rewound_session_continues_as_the_shorter_text(kv_cache: str, position: int) -> None:
     model, session = made(kv_cache, text=TEXT)
     session.generate(5, **GREEDY)
     kept = session.tokens[:position]
@@ -285,7 +292,7 @@ def test_what_is_rewound_is_forgotten(kv_cache: str, position: int) -> None:
     assert session.feed(TEXT) == len(TEXT) + 1
 
 
-@pytest.mark.parametrize("kv_cache", [*EVERY, "forgetful"])
+@kinds("paged", "int4", "h2o:20", "forgetful", of=(*EVERY, "forgetful"))
 def test_rows_may_begin_with_a_session_that_was_rewound(kv_cache: str) -> None:
     """The cache is truncated, or fed again, and the session can still go on."""
     model, session = made(kv_cache, text=TEXT)
@@ -330,7 +337,7 @@ def test_a_stream_whose_text_was_changed_is_refused() -> None:
         next(stream)
 
 
-@pytest.mark.parametrize("kv_cache", ["static", "paged", "int8", "window:20+2", "snapkv:0.5", "h2o:0.5"])
+@kinds("paged", "h2o:0.5", of=("static", "paged", "int8", "window:20+2", "snapkv:0.5", "h2o:0.5"))
 def test_a_stream_goes_on_after_its_session_was_a_prefix(kv_cache: str) -> None:
     _, session = made(kv_cache=kv_cache, text=TEXT)
     alone = session.fork().generate(10, **GREEDY)["ids"]
@@ -400,17 +407,17 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> N
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
-def test_an_error_leaves_the_last_whole_token(kv_cache: str, error: type[BaseException]) -> None:
+@kinds("paged", "int8", "forgetful", of=(*KINDS, "forgetful"))
+def test_an_error_leaves_the_last_whole_token(kv_cache: str) -> None:
     model, session = made(kv_cache, text=TEXT)
+    error = KeyboardInterrupt if kv_cache == "paged" else MemoryError
     with failing(model, 3, error), pytest.raises(error):
-        session.generate(20, **GREEDY)
-    expected = made(kv_cache, text=TEXT)[1].generate(20, **GREEDY)["ids"]
+        session.generate(9, **GREEDY)
+    expected = made(kv_cache, text=TEXT)[1].generate(9, **GREEDY)["ids"]
     new = session.tokens[len(TEXT) + 1 :]
     assert new == expected[: len(new)]
     assert len(new) == 4
-    rest = session.generate(20 - len(new), **GREEDY)["ids"]
+    rest = session.generate(9 - len(new), **GREEDY)["ids"]
     if kv_cache in (*LOSSLESS, "forgetful"):
         assert new + rest == expected
     with failing(model, 0, error), pytest.raises(error):

@@ -120,7 +120,7 @@ def test_every_text_of_many_threads_is_what_it_is_alone(model: Transformer, requ
     before, end = sys.getswitchinterval(), time.monotonic() + seconds
 
     def go(work: Work) -> None:
-        while work.done < 30 or time.monotonic() < end:
+        while work.done < 12 or time.monotonic() < end:
             work.step()
 
     sys.setswitchinterval(1e-4)
@@ -166,11 +166,11 @@ def test_a_stream_may_go_on_in_another_thread(model: Transformer) -> None:
 def test_forks_of_a_paged_session_compute_in_two_threads_on_one_pool(model: Transformer) -> None:
     session = model.session(Ids(), kv_cache="paged")  # type: ignore[arg-type]
     session.feed([1, 2, 3] * 9)
-    alone = [session.fork().generate(40, temperature=0.9, seed=seed)["ids"] for seed in range(4)]
+    alone = [session.fork().generate(12, temperature=0.9, seed=seed)["ids"] for seed in range(4)]
     forks = [session.fork() for _ in range(4)]
     assert len({id(fork.cache.layers[0].pool) for fork in forks}) == 1  # type: ignore[attr-defined]
     made = in_threads(
-        *(lambda seed=seed: forks[seed].generate(40, temperature=0.9, seed=seed)["ids"] for seed in range(4))  # type: ignore[misc]
+        *(lambda seed=seed: forks[seed].generate(12, temperature=0.9, seed=seed)["ids"] for seed in range(4))  # type: ignore[misc]
     )
     assert made == alone
 

@@ -43,6 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_exercise_runs_without_the_cache_and_says_what_is_missing_with_it(made: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-B", "-P", "-c", TRY, str(made)], capture_output=True, text=True, check=False, cwd=made

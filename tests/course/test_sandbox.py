@@ -60,7 +60,12 @@ def submission(folder: Path, code: str | None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SOME = ("loops", "forks", "prints", "takes memory", "deletes its files", "leaves at once", "writes results of its own")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in HOSTILE]
+)
 def test_what_cannot_be_run_gets_the_reason(name: str, tmp_path: Path) -> None:
     code, reason = HOSTILE[name]
     limits = replace(TIGHT, seconds=1.0) if "not done" in reason else TIGHT
@@ -147,6 +152,7 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(words: list[str], t
     assert cli.run(grade.main, [str(tmp_path), *words]) == 2
 
 
+@pytest.mark.slow
 def test_the_exercise_as_it_is_set_is_graded_from_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

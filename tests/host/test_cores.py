@@ -67,6 +67,7 @@ def test_impossible_threads_are_one_line(asked: str, counts: None, command: Comm
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"OMP": "1"}, {"OMP": "1", "MKL": "2"}])
 def test_before_torch_is_imported_the_threads_are_those_that_it_will_have(variables: dict[str, str]) -> None:
     look = "from llama.host.cores import threads; early = threads(); import torch; print(early, threads())"
