@@ -3,16 +3,16 @@
 import copy
 import os
 import pickle
-import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from fakes import Ids
 from references import hf_llama, hf_tensors
+from refusals import unrefused
 from tiny import FP64_TOLERANCE, bits, cache_nbytes, fp32_tolerance, kv_nbytes, some_tokens, tiny_args, tiny_model
 from torch import Tensor, nn
 
@@ -88,16 +88,18 @@ def test_backward_works_twice_and_after_inference_mode(kv_cache: str) -> None:
     assert all(map(torch.equal, first, gradients()))
 
 
-@pytest.mark.parametrize("kv_cache", ["static", "concat"])
-def test_cached_call_that_needs_a_gradient_is_refused_and_leaves_the_cache_as_it_was(kv_cache: str) -> None:
-    model, tokens = tiny_model(kv_cache=kv_cache), some_tokens(2, 6)
+def test_cached_call_that_needs_a_gradient_is_refused_and_leaves_the_cache_as_it_was() -> None:
+    model, tokens = tiny_model(), some_tokens(2, 6)
     with torch.no_grad():
         model(tokens)
-    before = [bits(buffer).clone() for buffer in model.buffers()]
+    assert model.cache is not None
+    before = [bits(tensor).clone() for layer in model.cache.layers for tensor in layer.held().values()]
     for start_pos, fed in [(0, tokens), (6, tokens[:, :1]), ([4, 6], tokens[:, :1])]:
         with pytest.raises(ValueError, match="kv_caching=False"):
             model(fed, start_pos)
-    assert all(map(torch.equal, before, map(bits, model.buffers())))
+    assert all(
+        map(torch.equal, before, [bits(tensor) for layer in model.cache.layers for tensor in layer.held().values()])
+    )
 
 
 @pytest.mark.parametrize("kv_cache", ["static", "concat"])
@@ -154,22 +156,21 @@ def test_max_batch_size_is_kept_and_none_is_no_limit(kv_caching: bool) -> None:
     assert len(tiny_model(kv_caching=kv_caching).requires_grad_(False)(some_tokens(100, 2))) == 100
 
 
-@pytest.mark.parametrize("start_pos", [1, [0, 2], torch.tensor([2, 2])])
-def test_start_pos_without_a_cache_is_refused(start_pos: Any) -> None:
+def test_start_pos_without_a_cache_is_refused() -> None:
     """Catches bug 2: the newest token is fed alone although nothing before it is cached."""
-    with pytest.raises(ValueError, match="needs the KV cache, which is off: feed the whole prefix at start_pos=0"):
-        tiny_model(kv_caching=False)(some_tokens(2, 1), start_pos)
+    model, why = tiny_model(kv_caching=False), "needs the KV cache, which is off: feed the whole prefix at start_pos=0"
+    starts: list[Any] = [1, [0, 2], torch.tensor([2, 2])]
+    assert unrefused((partial(model, some_tokens(2, 1), start_pos), why) for start_pos in starts) == []
 
 
-@pytest.mark.parametrize("kind", ["static", "concat"])
-@pytest.mark.parametrize("start_pos", [3, [0, 3]])
-def test_start_pos_with_an_empty_cache_is_refused(kind: str, start_pos: Any) -> None:
+def test_start_pos_with_an_empty_cache_is_refused() -> None:
     """Catches bug 13: a new, freed or switched-off cache is read as if it had contents."""
-    model = tiny_model(kv_cache=kind).requires_grad_(False)
-    model(some_tokens(2, 3))
-    model.free_cache()
-    with pytest.raises(ValueError, match="with an empty KV cache: feed the positions before it first"):
-        model(some_tokens(2, 1), start_pos)
+    for kind in ("static", "concat"):
+        model = tiny_model(kv_cache=kind).requires_grad_(False)
+        model(some_tokens(2, 3))
+        model.free_cache()
+        why = "with an empty KV cache: feed the positions before it first"
+        assert unrefused((partial(model, some_tokens(2, 1), start_pos), why) for start_pos in (3, [0, 3])) == []
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -189,41 +190,25 @@ def test_a_twin_with_the_other_switch_has_the_same_weights_and_hooks_and_leaves_
     assert model.with_kv_caching(before) is model
 
 
-@pytest.mark.parametrize("value", ["False", 0, None])
-def test_the_switch_takes_true_and_false_only(value: Any) -> None:
-    model = tiny_model()
-    with pytest.raises(ValueError, match=f"kv_caching={value!r} must be True or False"):
-        model.kv_caching = value
-
-
-@pytest.mark.parametrize("kv_caching", [True, False])
-@pytest.mark.parametrize("shape", [(), (3,), (0, 3), (3, 0), (2, 3, 4)])
-def test_tokens_of_another_shape_are_refused(shape: tuple[int, ...], kv_caching: bool) -> None:
+def test_calls_that_no_model_can_compute_are_refused() -> None:
     """Catches bug 16: no rows, and rows without tokens."""
-    model = tiny_model(kv_caching=kv_caching)
-    with pytest.raises(ValueError, match=r"tokens must be \(bsz, seqlen\), both at least 1"):
-        model(torch.zeros(shape, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("start_pos", [-1, [0, -1], [0], [0, 0, 0], [], torch.tensor([1, 2, 3]), 0.0, [0.0, 1.0], None])
-def test_start_pos_that_is_no_position_or_not_one_per_row_is_refused(start_pos: Any) -> None:
-    model = tiny_model().requires_grad_(False)
-    with pytest.raises(ValueError, match=r"start_pos=.* must be an int or one per row.*, whole numbers from 0 on"):
-        model(some_tokens(2, 3), start_pos)
+    model, uncached, tokens = tiny_model().requires_grad_(False), tiny_model(kv_caching=False), some_tokens(2, 3)
+    last: Any = partial(model, tokens, logits="last")
+    starts: list[Any] = [-1, [0, -1], [0], [0, 0, 0], [], torch.tensor([1, 2, 3]), 0.0, [0.0, 1.0], None]
+    lengths = [[], [2], [2, 2, 2], [0, 2], [0, 0], [2, 4], [-1, 3]]
+    table: list[tuple[Callable[[], object], str]] = [
+        *(
+            (partial(one, torch.zeros(shape, dtype=torch.int64)), r"tokens must be \(bsz, seqlen\), both at least 1")
+            for shape in ((), (3,), (0, 3), (3, 0), (2, 3, 4))
+            for one in (model, uncached)
+        ),
+        *((partial(model, tokens, start), "start_pos=.* an int or one per row.*, whole numbers") for start in starts),
+        *((partial(last, lengths=each), "lengths") for each in lengths),
+        (partial(uncached, tokens, logits="first"), "logits='first'"),
+        *((partial(setattr, model, "kv_caching", on), "must be True or False") for on in ("False", 0, None)),
+    ]
+    assert unrefused(table) == []
     assert cache_nbytes(model) == 0
-
-
-@pytest.mark.parametrize("lengths", [[], [2], [2, 2, 2], [0, 2], [0, 0], [2, 4], [-1, 3]])
-def test_lengths_that_do_not_fit_the_tokens_are_refused(lengths: list[int]) -> None:
-    model = tiny_model().requires_grad_(False)
-    with pytest.raises(ValueError, match="lengths"):
-        model(some_tokens(2, 3), logits="last", lengths=lengths)
-    assert cache_nbytes(model) == 0
-
-
-def test_logits_of_an_unknown_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="logits='first'"):
-        tiny_model(kv_caching=False)(some_tokens(2, 3), logits="first")  # type: ignore[arg-type]
 
 
 def test_vocab_size_that_nobody_stated_is_refused() -> None:
@@ -444,29 +429,18 @@ def other_size(**sizes: int) -> Cache:
     return tiny_model(tiny_args(**sizes)).new_cache()
 
 
-@pytest.mark.parametrize(
-    ("made", "why"),
-    [
-        (lambda: other_size(n_layers=3), "the cache has 3 layers of its own, and the model 2"),
-        (lambda: other_size(n_kv_heads=4), "the cache is for 4 KV heads of 8 numbers, and the model has 2 of 8"),
-        (lambda: other_size(head_dim=16), "the cache is for 2 KV heads of 16 numbers"),
-    ],
-)
-def test_a_cache_that_does_not_fit_the_model_is_refused_before_anything_is_written(
-    made: Callable[[], Cache], why: str
-) -> None:
-    cache = made()
-    with pytest.raises(ValueError, match=why):
-        tiny_model().requires_grad_(False)(some_tokens(1, 3), cache=cache)
-    assert cache.empty
-
-
-def test_a_cache_of_one_layer_twice_is_refused() -> None:
+def test_a_cache_that_does_not_fit_the_model_is_refused_before_anything_is_written() -> None:
     model = tiny_model().requires_grad_(False)
-    cache = model.new_cache()
-    cache.layers[1] = cache.layers[0]
-    with pytest.raises(ValueError, match="the cache has 1 layers of its own, and the model 2"):
-        model(some_tokens(1, 3), cache=cache)
+    one_twice = model.new_cache()
+    one_twice.layers[1] = one_twice.layers[0]
+    caches = [
+        (other_size(n_layers=3), "the cache has 3 layers of its own, and the model 2"),
+        (other_size(n_kv_heads=4), "the cache is for 4 KV heads of 8 numbers, and the model has 2 of 8"),
+        (other_size(head_dim=16), "the cache is for 2 KV heads of 16 numbers"),
+        (one_twice, "the cache has 1 layers of its own, and the model 2"),
+    ]
+    assert unrefused((partial(model, some_tokens(1, 3), cache=cache), why) for cache, why in caches) == []
+    assert all(cache.empty for cache, _ in caches)
 
 
 def test_a_cache_with_other_layers_than_the_model_is_refused_at_every_position() -> None:
@@ -488,7 +462,13 @@ DUPLICATES: dict[str, Callable[[Any], Any]] = {
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("kind", "how"),
-    zip(("static", "concat", "paged", "int4", "window:8+2", "h2o:4", "static@0;fp8"), cycle(DUPLICATES), strict=False),
+    [
+        *zip(
+            ("static", "concat", "paged", "int4", "window:8+2", "h2o:4", "static@0;fp8"),
+            cycle(DUPLICATES),
+            strict=False,
+        )
+    ],
 )
 def test_a_deep_copied_or_unpickled_cache_goes_on_with_the_model_that_fed_it(kind: str, how: str) -> None:
     duplicate = DUPLICATES[how]
@@ -536,36 +516,6 @@ def test_a_row_that_is_named_twice_is_refused(kind: str) -> None:
     assert torch.equal(model(tokens[:, 40:], 40, cache=cache), model(tokens[:, 40:], 40, cache=other))
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_refuses_what_would_wait_for_ever() -> None:
-    """Each use of a model that the parent made; SIGALRM ends a child that waits."""
-    model, ids = tiny_model().requires_grad_(False), [[1, 2, 3]]
-    session = model.session(Ids())
-    session.feed([1, 2])
-    uses: dict[str, Callable[[], object]] = {
-        "the model": lambda: model.generate_tokens(ids, 2),
-        "its twin": lambda: model.generate_tokens(ids, 2, kv_caching=False),
-        "a copy": lambda: copy.copy(model).generate_tokens(ids, 2),
-        "a deep copy": lambda: copy.deepcopy(model).generate_tokens(ids, 2),
-        "a pickle": lambda: pickle.loads(pickle.dumps(model)).generate_tokens(ids, 2),
-        "a session": lambda: session.generate(2),
-        "a session's twin": lambda: session.generate(2, kv_caching=False),
-    }
-    for name, use in uses.items():
-        child = os.fork()
-        if child == 0:
-            signal.alarm(20)
-            torch.set_num_threads(2)
-            try:
-                use()
-            except RuntimeError as why:
-                os._exit(0 if "this process was forked" in str(why) else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, name
-
-
 def test_a_cache_is_refused_while_the_switch_is_off() -> None:
     model = tiny_model().requires_grad_(False)
     cache = model.new_cache()
@@ -582,7 +532,7 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_text_that_was_fed_in_another_way_is_not_gone_on_with(change: str) -> None:
+def test_a_cache_fed_in_another_mode_is_refused(change: str) -> None:
     model, tokens = tiny_model(tiny_args(max_seq_len=160)).requires_grad_(False), some_tokens(1, 5)
     cache = model.new_cache()
     model(tokens, cache=cache)

@@ -161,7 +161,7 @@ def shaped(name: str, vocab: int) -> Tensor:
     return SHAPES[name](torch.randn(1, vocab, generator=torch.Generator().manual_seed(7), dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("name", "vocab"), zip(SHAPES, cycle([2048, 2049, 5000]), strict=False))
+@pytest.mark.parametrize(("name", "vocab"), [*zip(SHAPES, cycle([2048, 2049, 5000]), strict=False)])
 def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab: int) -> None:
     probs = shaped(name, vocab).softmax(-1)
     for top_k in (None, 1, 50, 1023, 1024, 1025, 2 * vocab):

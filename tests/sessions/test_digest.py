@@ -30,7 +30,7 @@ def swapped(tensor: Tensor, one: int, other: int) -> Tensor:
     return changed
 
 
-@pytest.mark.parametrize(("length", "dtype"), zip(LENGTHS, [*DTYPES, torch.float32], strict=True))
+@pytest.mark.parametrize(("length", "dtype"), [*zip(LENGTHS, [*DTYPES, torch.float32], strict=True)])
 def test_every_single_bit_counts(length: int, dtype: torch.dtype) -> None:
     tensor = numbers(length, dtype)
     seen = {digest(tensor)}
