@@ -4,13 +4,14 @@ import logging
 import runpy
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import SPECIALS, write_checkpoint
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from refusals import unrefused
 
 from llama import Dialog, Llama, load
 from llama.api import pick_device, pick_dtype
@@ -36,63 +37,29 @@ def llama(checkpoint: Path) -> Llama:
 # ---- devices and dtypes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", CPU])
-def test_a_device_that_is_there_is_taken(device: Any) -> None:
-    assert pick_device(device).type == "cpu"
-
-
-@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="this machine has a GPU")
-def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
-    assert pick_device("auto") == CPU
-
-
-def test_a_cuda_gpu_beyond_those_that_are_there_is_refused_with_their_number() -> None:
+def test_devices_are_found_by_name_and_others_are_refused_with_the_choices() -> None:
+    assert {pick_device(device).type for device in ("cpu", "cpu:0", CPU)} == {"cpu"}
+    unknown: list[Any] = ["gpu", "", "CPU", "tpu:0", "cuda:x", "meta", "xpu", torch.device("meta")]
+    assert unrefused((partial(pick_device, device), "choose auto, cpu, cuda or mps") for device in unknown) == []
     count = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=rf"device='cuda:{count}'.* sees {count} CUDA GPUs; choose cpu"):
-        pick_device(f"cuda:{count}")
+    absent: list[tuple[Any, str]] = [(f"cuda:{count}", f"device='cuda:{count}'.* sees {count} CUDA GPUs; choose cpu")]
+    if count == 0:
+        absent += [(device, "sees 0 CUDA GPUs") for device in ("cuda", "cuda:0", torch.device("cuda"))]
+    if not torch.backends.mps.is_available():
+        absent += [("mps", "device='mps': .* no Metal GPU; choose cpu")]
+        assert count or pick_device("auto") == CPU
+    assert unrefused((partial(pick_device, device), why) for device, why in absent) == []
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
-def test_cuda_is_refused_where_there_is_none(device: Any) -> None:
-    with pytest.raises(ValueError, match="sees 0 CUDA GPUs"):
-        pick_device(device)
-
-
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has a Metal GPU")
-def test_mps_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match=r"device='mps': .* no Metal GPU; choose cpu"):
-        pick_device("mps")
-
-
-@pytest.mark.parametrize("device", ["gpu", "", "CPU", "tpu:0", "cuda:x", "meta", "xpu", torch.device("meta")])
-def test_other_devices_are_refused_with_the_choices(device: Any) -> None:
-    with pytest.raises(ValueError, match="choose auto, cpu, cuda or mps"):
-        pick_device(device)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        ("auto", torch.float32),
-        ("fp32", torch.float32),
-        ("float32", torch.float32),
-        ("bf16", torch.bfloat16),
-        ("bfloat16", torch.bfloat16),
-        ("fp16", torch.float16),
-        ("fp64", torch.float64),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_dtypes_have_short_and_long_names(dtype: Any, expected: torch.dtype) -> None:
-    assert pick_dtype(dtype, CPU) == expected
-
-
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "", "FP32", torch.int8, torch.float8_e4m3fn, None])
-def test_other_dtypes_are_refused_with_the_choices(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="choose auto, fp32, bf16, fp16 or fp64"):
-        pick_dtype(dtype, CPU)
+def test_dtypes_have_short_and_long_names_and_others_are_refused_with_the_choices() -> None:
+    names = ("auto", "fp32", "float32", "bf16", "bfloat16", "fp16", "fp64", torch.bfloat16, torch.float64)
+    expected = (
+        [torch.float32] * 3 + [torch.bfloat16] * 2 + [torch.float16, torch.float64, torch.bfloat16, torch.float64]
+    )
+    assert [pick_dtype(name, CPU) for name in names] == expected
+    unknown: list[Any] = ["int8", "fp8", "", "FP32", torch.int8, torch.float8_e4m3fn, None]
+    why = "choose auto, fp32, bf16, fp16 or fp64"
+    assert unrefused((partial(pick_dtype, dtype, CPU), why) for dtype in unknown) == []
 
 
 def test_a_metal_gpu_is_given_what_it_can_compute() -> None:
@@ -108,6 +75,8 @@ def test_a_metal_gpu_is_given_what_it_can_compute() -> None:
 
 
 def test_a_loaded_model_continues_texts_as_transformers_does(checkpoint: Path) -> None:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
     model, tokenizer = load(checkpoint, device="cpu")
     theirs = LlamaForCausalLM.from_pretrained(checkpoint)
     their_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(checkpoint / "tokenizer.json"))
@@ -124,8 +93,9 @@ def test_a_loaded_model_continues_texts_as_transformers_does(checkpoint: Path) -
         assert result["generation"] == their_tokenizer.decode(result["ids"])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
-@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache"), [("fp32", "static"), ("bf16", "concat"), ("fp16", "static"), ("fp64", "concat")]
+)
 def test_the_model_is_loaded_as_asked(checkpoint: Path, dtype: str, kv_cache: str) -> None:
     model, tokenizer = load(
         str(checkpoint), device="cpu", dtype=dtype, max_seq_len=50, max_batch_size=3, kv_cache=kv_cache
@@ -154,25 +124,17 @@ def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
     assert model.args.max_seq_len == 200
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_options_and_paths_that_cannot_be_loaded_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    table: list[tuple[dict[str, Any], str]] = [
         ({"kv_cache": "rolling"}, "kv_cache='rolling' is not a known kind.*concat.*static"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"max_batch_size": -1}, "max_batch_size=-1"),
         ({"dtype": "int4"}, "dtype='int4'"),
         ({"device": "gpu"}, "device='gpu'"),
         ({"exact": "yes"}, "exact='yes' must be True or False"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(checkpoint: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        load(checkpoint, **options)
-
-
-def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file"):
-        load(tmp_path / "nothing")
+    ]
+    assert unrefused((partial(load, checkpoint, **options), words) for options, words in table) == []
+    assert unrefused([(partial(load, tmp_path / "nothing"), "no such file")], CheckpointError) == []
 
 
 def test_loading_prints_nothing_and_leaves_torch_s_defaults_alone(

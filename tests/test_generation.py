@@ -6,7 +6,8 @@ The tiny model computes in float64, so that equal logits are equal to rounding a
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ import torch
 from fakes import NAN, Bytes, Call, Ids, Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import unrefused
 from tiny import tiny_model
 
 from llama.batch import NonFiniteLogits
@@ -77,17 +79,22 @@ def test_without_the_cache_each_step_is_fed_the_growing_prefix_from_0() -> None:
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
-def test_on_step_is_told_before_each_step_what_it_is_fed(kv_caching: bool) -> None:
-    model = scripted([10, 11], [20, 21], [30, 31])
+def test_on_step_is_called_before_each_step_with_its_rows_inputs_and_cache(kv_caching: bool) -> None:
+    model, prompts = scripted([10, 99], [20, 21, 22], [30, 31]), [[1, 2, 3], [4], [5, 6]]
     steps: list[Step] = []
 
     def look(step: Step) -> None:
         assert len(model.calls) == len(steps)  # before the model is
         steps.append(step)
 
-    model.generate_tokens([[1, 2, 3], [4], [5, 6]], 2, on_step=look, kv_caching=kv_caching, **GREEDY)
+    options = {**GREEDY, "kv_caching": kv_caching, "stop_ids": [99]}
+    model.generate_tokens(prompts, [3, 3, 2], on_step=look, **options)
     assert [(step.prev_pos, step.ids) for step in steps] == [(call.start_pos, call.fed) for call in model.calls]
-    assert [step.cur_pos for step in steps] == [[3, 1, 2], [4, 2, 3]]
+    assert [step.cur_pos for step in steps] == [[3, 1, 2], [4, 2, 3], [3]]
+    assert [step.rows for step in steps] == [[0, 1, 2], [0, 1, 2], [1]]
+    assert [[ids[-1] for ids in step.ids] for step in steps] == [[3, 4, 6], [10, 20, 30], [21]]
+    assert len({id(step.cache) for step in steps}) == 1
+    assert (steps[0].cache is None) == (not kv_caching)
 
 
 def test_logits_of_all_prompt_positions_are_made_only_to_echo_their_probabilities() -> None:
@@ -116,19 +123,7 @@ def test_rows_in_step_stay_in_step_when_one_of_them_has_grown_enough() -> None:
     assert [call.start_pos for call in model.calls] == [[0, 0, 0], [2, 2, 2], [3, 3], [4, 4]]
 
 
-@pytest.mark.parametrize("kv_caching", [True, False])
-def test_on_step_is_told_which_rows_are_in_the_batch_and_which_cache_they_feed(kv_caching: bool) -> None:
-    steps: list[Step] = []
-    model, prompts = scripted([10, 99], [20, 21, 22], [30, 31]), [[1], [2], [3]]
-    options = {**GREEDY, "kv_caching": kv_caching, "stop_ids": [99]}
-    model.generate_tokens(prompts, [3, 3, 2], on_step=steps.append, **options)
-    assert [step.rows for step in steps] == [[0, 1, 2], [0, 1, 2], [1]]
-    assert [[ids[-1] for ids in step.ids] for step in steps] == [[1, 2, 3], [10, 20, 30], [21]]
-    assert len({id(step.cache) for step in steps}) == 1
-    assert (steps[0].cache is None) == (not kv_caching)
-
-
-def test_room_is_taken_for_the_longest_row_alone() -> None:
+def test_the_cache_is_reserved_for_the_longest_row() -> None:
     model = scripted([10], [20])
     sizes: list[Any] = []
     model.generate_tokens([[1] * 9, [2]], [1, 5], on_step=lambda step: sizes.append(step.cache), **GREEDY)
@@ -215,7 +210,7 @@ def test_logits_that_are_not_numbers_are_reported_with_step_and_row(options: Any
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, {"repetition_penalty": 1.2, "seed": 0}])
-def test_logits_of_a_finished_row_are_nobody_s_concern(options: Any) -> None:
+def test_non_finite_logits_of_a_finished_row_are_ignored(options: Any) -> None:
     model = scripted([99, NAN], [20, 21, 22, 23], [30, NAN], peak=1e4)
     ids, _ = model.generate_tokens([[1], [2], [3]], [9, 4, 1], stop_ids=[99], **options)
     assert ids == [[], [20, 21, 22, 23], [30]]
@@ -247,9 +242,9 @@ def interrupt_at(step: int, error: BaseException) -> Callable[[Step], None]:
     return look
 
 
-@pytest.mark.parametrize("kv_caching", [True, False])
-@pytest.mark.parametrize("error", [Bang(), KeyboardInterrupt()])
-@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize(
+    ("step", "error", "kv_caching"), [(0, Bang(), True), (3, KeyboardInterrupt(), True), (3, Bang(), False)]
+)
 def test_a_model_is_as_before_after_an_error_and_generates_the_same(
     step: int, error: BaseException, kv_caching: bool, model: Transformer
 ) -> None:
@@ -261,18 +256,9 @@ def test_a_model_is_as_before_after_an_error_and_generates_the_same(
     assert at_rest(model)
 
 
-def close(stream: Any) -> None:
-    stream.close()
-
-
-def abandon(stream: Any) -> None:
-    del stream
-
-
-@pytest.mark.parametrize("end", [close, abandon])
-@pytest.mark.parametrize("pieces", [0, 1, 5])
+@pytest.mark.parametrize(("closes", "pieces"), [(True, 1), (False, 1), (True, 0), (False, 5)])
 def test_a_stream_that_is_closed_or_abandoned_gives_the_memory_of_its_cache_back(
-    model: Transformer, end: Callable[[Any], None], pieces: int
+    model: Transformer, closes: bool, pieces: int
 ) -> None:
     caches: list[weakref.ref[Cache]] = []
 
@@ -281,10 +267,12 @@ def test_a_stream_that_is_closed_or_abandoned_gives_the_memory_of_its_cache_back
         caches.append(weakref.ref(step.cache))
 
     expected = model.generate_tokens(RAGGED, 2, **GREEDY)
-    streams: list[Iterator[tuple[int, str]]] = [model.stream(Bytes(), RAGGED, 9, on_step=look, **SAMPLED)]
+    stream = model.stream(Bytes(), RAGGED, 9, on_step=look, **SAMPLED)
     for _ in range(pieces):
-        next(streams[0])
-    end(streams.pop())
+        next(stream)
+    if closes:
+        stream.close()
+    del stream
     gc.collect()
     assert all(cache() is None for cache in caches)
     assert at_rest(model)
@@ -467,11 +455,12 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompts", "max_gen_len", "options", "words"), REFUSED)
-def test_what_cannot_be_generated_is_refused_before_the_model_runs(
-    prompts: Any, max_gen_len: Any, options: dict[str, Any], words: str
-) -> None:
-    assert words in refused(scripted([1], [2]), prompts, max_gen_len, **options)
+def test_what_cannot_be_generated_is_refused_before_the_model_runs() -> None:
+    said = [(refused(scripted([1], [2]), prompts, n, **options), words) for prompts, n, options, words in REFUSED]
+    assert [(found, words) for found, words in said if words not in found] == []
+    why = "a prompt is a str or a list of token ids, not"
+    generate: Any = tiny_model().requires_grad_(False).generate
+    assert unrefused((partial(generate, Ids(), prompts, 2), why) for prompts in ([1, 2], None, [None], 3)) == []
 
 
 def test_numbers_of_numpy_are_whole_numbers() -> None:
@@ -517,19 +506,13 @@ def test_settings_are_refused_when_a_stream_is_asked_for_and_not_when_it_is_read
             model.stream(Bytes(), [[1], [2]], 3, **bad)
 
 
-@pytest.mark.parametrize("unknown", ["prompts", "temprature"])
-def test_an_unknown_option_is_refused_by_name(unknown: str) -> None:
-    with pytest.raises(TypeError, match=f"unknown option {unknown}"):
-        scripted([1]).generate_tokens([[1]], 1, **{unknown: [[2]]})  # type: ignore[arg-type]
+def test_an_unknown_option_is_refused_by_name() -> None:
+    for unknown in ("prompts", "temprature"):
+        with pytest.raises(TypeError, match=f"unknown option {unknown}"):
+            scripted([1]).generate_tokens([[1]], 1, **{unknown: [[2]]})  # type: ignore[arg-type]
 
 
 def test_stop_ids_for_a_text_are_refused_with_the_call_that_takes_them() -> None:
     for call in (scripted([1]).generate, scripted([1]).stream):
         with pytest.raises(TypeError, match=r"unknown option stop_ids; .*; generate_tokens also has stop_ids, and "):
             call(Bytes(), "a", 1, stop_ids=[2])  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("prompts", [[1, 2], None, [None], 3])
-def test_what_is_no_prompt_is_refused_in_words(prompts: Any) -> None:
-    with pytest.raises(ValueError, match="a prompt is a str or a list of token ids, not"):
-        tiny_model().requires_grad_(False).generate(Ids(), prompts, 2)  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
 """A token is chosen as documented: the same as by a slow and simple sampler in float64."""
 
 import math
+import re
 from collections.abc import Callable
-from itertools import cycle
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import numpy
@@ -10,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import unrefused
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
 import llama.sampling
 from llama.sampling import Sampler, Sampling, Settings, choose, most_likely, penalize, row_streams
@@ -266,11 +268,10 @@ def test_temperature_0_is_the_argmax_whatever_else_is_set(
     assert sample_with(torch.tensor([row]), sampling, seed) == [row.index(max(row))]
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-300, 5e-324])
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_a_tiny_temperature_is_greedy_and_finite(temperature: float, top_p: float) -> None:
+def test_a_tiny_temperature_is_greedy_and_finite() -> None:
     logits = torch.tensor([[-3e4, 2.0, 2.1, 3e4, 0.0], [5.0, 1.0, 2.0, 3.0, 4.0]])
-    assert sample_with(logits, Sampling(temperature=temperature, top_p=top_p)) == [3, 0]
+    for temperature, top_p in product((1e-45, 1e-300, 5e-324), (1.0, 0.9)):
+        assert sample_with(logits, Sampling(temperature=temperature, top_p=top_p)) == [3, 0], (temperature, top_p)
 
 
 @few
@@ -309,23 +310,28 @@ def test_a_row_that_is_not_a_number_gives_some_id_and_leaves_the_others_alone(
 _NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "0.5", None, [0.5], 1j]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("temperature", value) for value in [-1, -1e-9, *_NOT_NUMBERS]),
-        *(("top_p", value) for value in [-0.1, 1.0000001, 2, *_NOT_NUMBERS]),
-        *(("min_p", value) for value in [-0.1, 1.1, *_NOT_NUMBERS]),
-        *(("repetition_penalty", value) for value in [0, -1.0, *_NOT_NUMBERS]),
-        *(("top_k", value) for value in [0, -1, 1.5, True, "5", math.nan, math.inf]),
-    ],
-)
-def test_a_bad_setting_is_refused_with_its_value_and_the_limit(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=r"between 0 and 1|at least [01]|above 0") as refusal:
-        Sampling(**{name: value})
-    assert f"{name}={value!r}" in str(refusal.value)
+BAD: dict[str, list[Any]] = {
+    "temperature": [-1, -1e-9, *_NOT_NUMBERS],
+    "top_p": [-0.1, 1.0000001, 2, *_NOT_NUMBERS],
+    "min_p": [-0.1, 1.1, *_NOT_NUMBERS],
+    "repetition_penalty": [0, -1.0, *_NOT_NUMBERS],
+    "top_k": [0, -1, 1.5, True, "5", math.nan, math.inf],
+}
+
+
+def test_a_bad_setting_is_refused_with_its_value_and_the_limit() -> None:
+    limits = r"between 0 and 1|at least [01]|above 0"
+    calls = [(name, value, partial(Sampling, **{name: value})) for name, values in BAD.items() for value in values]
+    assert unrefused((call, f"{name}={re.escape(repr(value))}.*({limits})") for name, value, call in calls) == []
 
 
 # ---- the repetition penalty ------------------------------------------------------------------------------------------
+
+
+def _penalty_of_transformers(penalty: float) -> Any:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    return RepetitionPenaltyLogitsProcessor(penalty)
 
 
 @few
@@ -334,7 +340,7 @@ def test_penalty_is_that_of_transformers(row: list[float], penalty: float, data:
     logits = torch.tensor([row])
     tokens = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=9))
     seen = torch.zeros(1, len(row), dtype=torch.bool).index_fill(1, torch.tensor(tokens), True)
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits.clone())
+    theirs = _penalty_of_transformers(penalty)(torch.tensor([tokens]), logits.clone())
     assert torch.equal(penalize(logits, seen, penalty), theirs)
 
 
@@ -355,14 +361,11 @@ def test_penalty_of_1_keeps_no_account() -> None:
     assert Sampler(Sampling(), 0, [[1]], 5, CPU).seen is None
 
 
-@pytest.mark.parametrize("temperature", [0, 1e-3])
-@pytest.mark.parametrize(("penalty", "expected"), [(1e-300, 1), (1e-40, 1), (1e40, 3), (1e300, 3)])
-def test_a_penalty_past_the_range_of_float32_still_orders_the_tokens(
-    penalty: float, expected: int, temperature: float
-) -> None:
-    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
-    sampler = Sampler(sampling, 0, [[0, 1, 2]], 4, CPU)
-    assert sampler(torch.tensor([[0.0, 1.0, -1.0, 2.0]])).item() == expected
+def test_a_penalty_past_the_range_of_float32_still_orders_the_tokens() -> None:
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]])
+    for (penalty, expected), temperature in product(((1e-300, 1), (1e-40, 1), (1e40, 3), (1e300, 3)), (0, 1e-3)):
+        sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+        assert Sampler(sampling, 0, [[0, 1, 2]], 4, CPU)(logits).item() == expected, (penalty, temperature)
 
 
 # ---- random streams --------------------------------------------------------------------------------------------------
@@ -373,18 +376,12 @@ def test_row_i_has_the_stream_of_seed_plus_i_and_a_list_gives_each_row_its_own()
     assert [stream.initial_seed() for stream in row_streams([5, 1, 5], 3)] == [5, 1, 5]
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, True, [True, 0], 1.5, "12", [0, 1.5], [0, None], [0, "1"]])
-def test_a_seed_that_no_stream_can_have_is_refused_with_the_limits(seed: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a whole number from -2\*\*63 to 2\*\*64 - 1"):
-        row_streams(seed, 2)
-
-
-@pytest.mark.parametrize("seed", [numpy.int64(3), torch.tensor(3), numpy.array([3, 4]), torch.tensor([3, 4])])
-def test_a_seed_may_be_any_kind_of_whole_number(seed: Any) -> None:
-    assert [stream.initial_seed() for stream in row_streams(seed, 2)] == [3, 4]
-
-
-def test_the_largest_and_the_smallest_seed_are_taken() -> None:
+def test_seeds_are_whole_numbers_of_any_kind_within_the_limits() -> None:
+    bad: list[Any] = [2**64, -(2**63) - 1, True, [True, 0], 1.5, "12", [0, 1.5], [0, None], [0, "1"]]
+    why = r"must be a whole number from -2\*\*63 to 2\*\*64 - 1"
+    assert unrefused((partial(row_streams, seed, 2), why) for seed in bad) == []
+    good: list[Any] = [numpy.int64(3), torch.tensor(3), numpy.array([3, 4]), torch.tensor([3, 4])]
+    assert [[stream.initial_seed() for stream in row_streams(seed, 2)] for seed in good] == [[3, 4]] * 4
     assert len(row_streams([2**64 - 1, -(2**63)], 2)) == 2
 
 

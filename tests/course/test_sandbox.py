@@ -147,9 +147,9 @@ def test_grading_goes_on_and_ends_in_a_table(
     assert all("  0  " in line for line in table)
 
 
-@pytest.mark.parametrize("words", [["--json", "."], ["--csv", "."], ["--seconds", "nan"], ["--seconds", "-1"]])
-def test_what_cannot_be_done_is_refused_before_anything_runs(words: list[str], tmp_path: Path) -> None:
-    assert cli.run(grade.main, [str(tmp_path), *words]) == 2
+def test_bad_flags_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    for words in (["--json", "."], ["--csv", "."], ["--seconds", "nan"], ["--seconds", "-1"]):
+        assert cli.run(grade.main, [str(tmp_path), *words]) == 2, words
 
 
 @pytest.mark.slow

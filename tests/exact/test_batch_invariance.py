@@ -3,7 +3,6 @@
 from copy import copy
 from typing import Any
 
-import pytest
 import torch
 from tiny import tiny_args, tiny_model
 from torch import Tensor
@@ -58,26 +57,24 @@ def test_logits_of_the_tokens_alone_pass() -> None:
     assert first_difference(SumOfTokens()) is None
 
 
-@pytest.mark.parametrize(
-    ("fault", "found"),
-    [
-        ("a row alone", f"the first {FEW} tokens, in row 1, are not what they are alone among 85"),
-        ("a row behind others", f"the first {FEW} tokens, in row 1, are not what they are alone among 85"),
-        ("one token alone", f"the first token alone is not what it is among {FEW}"),
-        ("a step of one row", "tokens 66 to 66, fed through the cache, are not what they are without it"),
-        ("a step of rows", "tokens 5 to 5 of 2 rows, through the cache, are not what they are without it"),
-        ("rows at different positions", "rows at positions [0, 10] are not what they are at one"),
-    ],
-)
-def test_what_depends_on_anything_else_is_found(fault: str, found: str) -> None:
-    assert first_difference(SumOfTokens(fault)) == found
+def test_differences_are_found_and_named() -> None:
+    alone = f"the first {FEW} tokens, in row 1, are not what they are alone among 85"
+    faults = {
+        "a row alone": alone,
+        "a row behind others": alone,
+        "one token alone": f"the first token alone is not what it is among {FEW}",
+        "a step of one row": "tokens 66 to 66, fed through the cache, are not what they are without it",
+        "a step of rows": "tokens 5 to 5 of 2 rows, through the cache, are not what they are without it",
+        "rows at different positions": "rows at positions [0, 10] are not what they are at one",
+    }
+    assert {fault: first_difference(SumOfTokens(fault)) for fault in faults} == faults
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(160, None), (160, 1), (10, None), (1, 3)])
-def test_the_limits_of_a_model_hold_and_what_is_fed_is_known(limit: int, rows: int | None) -> None:
-    model = SumOfTokens(args=tiny_args(max_seq_len=limit, max_batch_size=rows, vocab_size=100))
-    assert first_difference(model) is None
-    assert model.fed == [tokens_fed(model)]
+def test_the_limits_of_a_model_hold_and_the_tokens_fed_are_known() -> None:
+    for limit, rows in ((160, None), (160, 1), (10, None), (1, 3)):
+        model = SumOfTokens(args=tiny_args(max_seq_len=limit, max_batch_size=rows, vocab_size=100))
+        assert first_difference(model) is None
+        assert model.fed == [tokens_fed(model)]
 
 
 def test_it_feeds_few_tokens_since_a_slow_machine_has_to_wait_for_them() -> None:
