@@ -115,9 +115,7 @@ def test_exact_mode_is_asked_for_when_loading(checkpoint: Path) -> None:
     assert [load(checkpoint, exact=exact)[0].exact for exact in (True, False)] == [True, False]
 
 
-def test_a_length_past_the_checkpoint_s_own_is_taken_with_a_warning(
-    checkpoint: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_length_past_the_checkpoints_own_logs_a_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="llama.api"):
         model, _ = load(checkpoint, max_seq_len=200)
     assert "max_seq_len=200 is past the 128" in caplog.text
@@ -137,9 +135,7 @@ def test_options_and_paths_that_cannot_be_loaded_are_refused(checkpoint: Path, t
     assert unrefused([(partial(load, tmp_path / "nothing"), "no such file")], CheckpointError) == []
 
 
-def test_loading_prints_nothing_and_leaves_torch_s_defaults_alone(
-    checkpoint: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_loading_prints_nothing_and_changes_no_defaults(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(5)
     state, grad, dtype = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_default_dtype()
     load(checkpoint, dtype="bf16")
@@ -195,7 +191,6 @@ def test_generate_takes_and_returns_ids(llama: Llama) -> None:
     assert ids == llama.model.generate_tokens(prompts, 5, stop_ids=llama.tokenizer.stop_tokens, temperature=0)[0]
     echoed, logprobs = llama.generate(prompts, 5, 0.0, 1.0, True, True)
     assert echoed == [prompt + new for prompt, new in zip(prompts, ids, strict=True)]
-    assert logprobs is not None
     assert [len(row) for row in logprobs] == [len(row) for row in echoed]
     assert [row[0] for row in logprobs] == [0.0, 0.0]
 
@@ -225,9 +220,7 @@ def test_chat_completion_answers_as_the_assistant(llama: Llama) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_an_empty_text_is_completed_from_bos_alone(
-    llama: Llama, adds_bos: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_text_is_completed_from_bos(llama: Llama, adds_bos: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.tokenizer, "adds_bos", adds_bos)
     (own,) = llama.model.generate(llama.tokenizer, "", 5, temperature=0)
     assert llama.text_completion([""], temperature=0, max_gen_len=5) == [{"generation": own["generation"]}]

@@ -29,9 +29,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README + RESEARCH, flags=re.DOTALL
         for n, snippet in enumerate(SNIPPETS)
     ],
 )
-def test_python_in_the_readme_and_in_the_page_on_research_runs(
-    snippet: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_of_the_readme_and_the_research_page_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(snippet, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
 

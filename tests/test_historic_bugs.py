@@ -96,9 +96,7 @@ def tree(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @needs_git
-def test_the_runner_distinguishes_caught_bugs_missed_bugs_and_invalid_patches(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_runner_names_caught_missed_and_invalid_bugs(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bugs = tree / "bugs"
     write_bug(bugs, "01-triples", "    return 3 * x", "test_double")
     write_bug(bugs, "02-breaks-nothing", "    return x + x", "test_double")

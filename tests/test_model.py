@@ -50,7 +50,6 @@ def test_gradients_equal_those_of_transformers(rope_theta: float | None) -> None
 
 
 def grad(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
     return weight.grad
 
 
@@ -174,7 +173,7 @@ def test_start_pos_with_an_empty_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_twin_with_the_other_switch_has_the_same_weights_and_hooks_and_leaves_the_model_as_it_is(
+def test_a_twin_with_the_other_switch_leaves_the_model_as_it_is(
     before: bool,
 ) -> None:
     model, calls = tiny_model(kv_caching=before).requires_grad_(False), []

@@ -235,7 +235,7 @@ def test_gradients_flow(start_pos: int | list[int], score_mod: ops.ScoreMod | No
 
 @settings(max_examples=20)
 @given(shapes(), st.integers(1, 6), dtypes)
-def test_a_gpus_way_to_attend_behind_a_past_is_the_masks(
+def test_attention_of_a_gpu_after_a_past_is_that_of_a_mask(
     shape: tuple[int, int, int, int, int], start_pos: int, dtype: torch.dtype
 ) -> None:
     xq, keys, values = qkv(shape, start_pos + shape[1], dtype)
@@ -244,7 +244,7 @@ def test_a_gpus_way_to_attend_behind_a_past_is_the_masks(
 
 @pytest.mark.parametrize(("seqlen", "start_pos"), [(1, 3), (3, 0), (3, 2)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_cudnn_is_out_of_reach_while_attention_runs_and_as_it_was_behind_it(
+def test_cudnn_is_disabled_during_attention_and_as_before_after_it(
     seqlen: int, start_pos: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     xq, keys, values = qkv((1, seqlen, 2, 2, 4), start_pos + seqlen, torch.float32)

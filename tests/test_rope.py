@@ -82,7 +82,6 @@ def test_table_grows_by_doubling_and_never_shrinks() -> None:
     lengths = []
     for start_pos, seqlen in [(0, 1), (1, 1), (2, 1), (0, 5), (7, 1), (8, 1), (2, 1), (40, 2)]:
         table.at([0, start_pos], seqlen, CPU)
-        assert table._freqs_cis is not None
         lengths.append(len(table._freqs_cis[0]))
     assert lengths == [1, 2, 4, 8, 8, 16, 16, 64]
 

@@ -165,9 +165,7 @@ def cells(printed: str, title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("itemsize", [4, 2])
-def test_the_sizes_of_a_checkpoint_are_those_that_the_benchmark_predicts(
-    itemsize: int, checkpoint: Path, command: Command
-) -> None:
+def test_sizes_of_a_checkpoint_are_those_of_the_benchmark(itemsize: int, checkpoint: Path, command: Command) -> None:
     args = open_checkpoint(checkpoint).args
     dtype = {4: "fp32", 2: "bf16"}[itemsize]
     printed = command.printed(main, "--ckpt_dir", checkpoint, "--itemsize", itemsize, "--memory_gb", 2)

@@ -153,9 +153,7 @@ def test_bad_flags_are_refused_before_anything_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_exercise_as_it_is_set_is_graded_from_end_to_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exercise_as_it_is_set_is_graded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "exercise")
     assert cli.run(grade.main, [str(tmp_path / "exercise")]) == 0
     printed = capsys.readouterr().out

@@ -30,8 +30,6 @@ def probe(tree: str, facts: str, signature: str) -> None:
         os.chdir(tree)
         sys.stdin = io.StringIO(signature)
         spec = importlib.util.spec_from_file_location("probe", PROBE)
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.main(tree, facts, "{}")

@@ -48,9 +48,7 @@ def exact_model(kind: str, kv_cache: str = "static") -> Transformer:
         ),
     ],
 )
-def test_bits_are_those_without_a_cache_in_any_chunks_batch_and_number_of_threads(
-    kind: str, kv_cache: str, threads: int
-) -> None:
+def test_bits_are_those_without_a_cache_in_any_chunks_or_batch(kind: str, kv_cache: str, threads: int) -> None:
     model = exact_model(kind, kv_cache)
     assert model.exact
     assert model.execution == Execution("native", kind[:4] if "int" in kind else None, exact=True)
@@ -118,9 +116,7 @@ def test_a_model_that_native_code_does_not_support_raises() -> None:
         model.exact = True
 
 
-def test_without_native_code_the_plain_operations_are_exact_and_quantised_weights_raise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_native_code_operations_are_exact_or_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_checkpoint(tmp_path, **NATIVE_SIZES)
     with caplog.at_level(logging.WARNING, "llama"):
         model, _ = load(path, device="cpu", exact=True, fast=True, kv_cache="concat")

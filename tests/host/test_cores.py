@@ -55,9 +55,7 @@ def own_count(*, threads: int | None = None) -> int:
 
 
 @pytest.mark.parametrize("main", [count, own_count])
-def test_threads_hold_for_torch_for_children_and_for_a_command_that_takes_them(
-    main: Main, counts: None, command: Command
-) -> None:
+def test_threads_hold_for_torch_children_and_the_command(main: Main, counts: None, command: Command) -> None:
     assert command.printed(main, "--threads", "2") == "2 2 2\n"
 
 
@@ -207,16 +205,14 @@ def test_a_program_that_imports_the_library_takes_fewer_threads_once_before_it_c
     assert torch.get_num_threads() == 2
 
 
-def test_a_program_that_imports_the_library_computes_within_its_quota(
-    free_counts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_computes_within_its_quota(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 2)
     monkeypatch.setattr(OtherLoad, "stop", lambda self: 0.0)
     cores.choose_once(pytest.fail)
     assert torch.get_num_threads() == 2
 
 
-def test_an_argument_of_load_and_the_environment_win(
+def test_threads_of_load_and_the_environment_win(
     free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
@@ -233,9 +229,7 @@ def test_an_argument_of_load_and_the_environment_win(
 
 
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE"])
-def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
-    variable: str, free_counts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_count_that_is_asked_for_stays(variable: str, free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "4")
     monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
     for known in (None, 1):
@@ -243,9 +237,7 @@ def test_a_count_that_is_asked_for_stays_and_so_do_ranks(
         assert torch.get_num_threads() == 4
 
 
-def test_a_resumed_run_computes_with_the_threads_that_it_had(
-    free_counts: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_computes_with_the_same_threads(free_counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OtherLoad, "stop", lambda self: pytest.fail("looked"))
     FreeCores().choose_threads(pytest.fail, known=2)
     assert torch.get_num_threads() == 2
@@ -262,7 +254,6 @@ def test_a_busy_process_takes_a_thread_away(free_counts: None, monkeypatch: pyte
     children = [subprocess.Popen(spin, stdout=subprocess.PIPE) for _ in range(count)]
     try:
         for child in children:
-            assert child.stdout is not None
             child.stdout.readline()
         said: list[str] = []
         FreeCores().choose_threads(said.append)
@@ -295,12 +286,11 @@ def test_other_load_leaves_our_own_work_out() -> None:
             pool.submit(multiply_until, began + 0.6)
     own = (time.process_time() - own_before) / (time.perf_counter() - began)
     seen = load.stop()
-    assert seen is not None
     assert seen + own < count + 0.3  # ticks of 10 ms on every core, over 0.6 s
 
 
 @pytest.mark.parametrize(("everyone", "expected"), [(108.0, 1.5), (102.0, 0.0), (101.0, 0.0)])
-def test_other_load_is_a_mean_of_cores_and_never_below_none(
+def test_other_load_is_a_mean_and_never_negative(
     monkeypatch: pytest.MonkeyPatch, everyone: float, expected: float
 ) -> None:
     """Over four seconds, two of them our own; the kernel's ticks may add up to less than our own time."""
@@ -312,7 +302,7 @@ def test_other_load_is_a_mean_of_cores_and_never_below_none(
 
 
 @pytest.mark.parametrize("stat", [None, ""], ids=["no file", "a masked file"])
-def test_other_load_is_not_told_where_the_kernel_does_not_count_it(
+def test_other_load_is_unknown_if_the_kernel_does_not_count_it(
     stat: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cores, "kernel_text", lambda path: stat)

@@ -100,7 +100,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("name", ["pipe", "folder", os.devnull])
-def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
+def test_json_into_no_regular_file_is_refused_at_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -110,9 +110,7 @@ def test_json_into_no_regular_file_is_refused_before_anything_is_measured(
     assert (name in err, "not/there" in err) == (True, False)
 
 
-def test_a_measurement_is_in_its_file_if_the_reader_of_the_page_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_is_written_if_its_reader_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object, **__: object) -> None:
         raise BrokenPipeError
 

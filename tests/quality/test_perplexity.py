@@ -232,9 +232,7 @@ def test_the_command_prints_what_was_scored_and_how(checkpoint: Path, text: Path
     assert lines[4:] == [f"text       {text}", f"model      {checkpoint}, fp32 on cpu, plain"]
 
 
-def test_the_command_scores_through_a_kind_of_cache_and_prints_json(
-    checkpoint: Path, text: Path, command: Command
-) -> None:
+def test_the_command_scores_through_a_kind_and_prints_json(checkpoint: Path, text: Path, command: Command) -> None:
     kind = ("--kv_cache=half_rounded", "--prompt_len=8", "--context=40", "--tokens=100")
     words = words_of(checkpoint, text, *kind)
     facts = json.loads(command.printed(main, *words, "--json"))

@@ -50,9 +50,7 @@ def packed(weight: Tensor, bits: int = 8) -> PackedWeight:
     seed=st.integers(0, 99),
     bits=st.sampled_from([8, 4]),
 )
-def test_a_weight_is_off_by_half_a_step_of_its_group(
-    outputs: int, groups: int, size: float, seed: int, bits: int
-) -> None:
+def test_a_weight_is_off_by_half_a_step(outputs: int, groups: int, size: float, seed: int, bits: int) -> None:
     weight = size * torch.randn(outputs, groups * GROUP, generator=torch.Generator().manual_seed(seed))
     off = (packed(weight, bits).rows(0, outputs) - weight).abs().view(outputs, groups, GROUP)
     low, high = weight.view(outputs, groups, GROUP).aminmax(dim=-1, keepdim=True)
@@ -448,7 +446,7 @@ def test_fast_stores_a_quantised_file_as_it_is_unless_floats_are_asked_for(tmp_p
 
 
 @needs_a_compiler
-def test_fast_loads_floats_where_stored_weights_are_not_served_and_says_so(
+def test_fast_loads_floats_if_stored_weights_are_not_supported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)

@@ -109,9 +109,7 @@ DEFAULT = ("paged", "int8", THEIRS)
         for kind, history in HISTORIES.items()
     ],
 )
-def test_every_kind_continues_as_if_it_had_never_been_saved(
-    kv_cache: str, history: Callable[[Session], None], tmp_path: Path
-) -> None:
+def test_every_kind_continues_after_loading(kv_cache: str, history: Callable[[Session], None], tmp_path: Path) -> None:
     _, kept = made(kv_cache)
     history(kept)
     before = kept.fed
@@ -131,8 +129,6 @@ def test_every_kind_continues_as_if_it_had_never_been_saved(
 def test_the_logits_that_follow_a_text_need_not_be_computed_again(tmp_path: Path) -> None:
     model, session = made(text=TEXT)
     loaded = reloaded(session, tmp_path / "session")
-    assert loaded.logits is not None
-    assert session.logits is not None
     assert torch.equal(loaded.logits, session.logits)
     assert loaded.feed(TEXT) == loaded.fed == 0
     loaded.fork().generate(1, **GREEDY)
@@ -479,9 +475,7 @@ def test_a_kind_that_is_not_known_is_named_and_no_code_is_run(saved: tuple[Trans
     assert not (tmp_path / "was here").exists()
 
 
-def test_a_file_of_heads_that_a_session_names_is_read_with_limits(
-    saved: tuple[Transformer, Path], tmp_path: Path
-) -> None:
+def test_a_file_of_heads_of_a_session_is_read_with_limits(saved: tuple[Transformer, Path], tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 60_000)
     os.mkfifo(tmp_path / "pipe.json")
     for name, why in (
@@ -543,7 +537,7 @@ def test_another_version_is_refused(saved: tuple[Transformer, Path]) -> None:
     refused(*saved, "version '2', this library reads 1; feed the text again")
 
 
-def test_more_tensors_than_there_is_memory_for_are_refused(
+def test_tensors_larger_than_the_memory_are_refused(
     saved: tuple[Transformer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama.sessions.file.available_memory", lambda device: 1000)

@@ -209,7 +209,6 @@ def gradients_are_those_of_one_process(job: Job) -> None:
         model(ids).log_softmax(-1)[..., 0].mean().backward()
     for (label, own), all_of_it in zip(cut.named_parameters(), whole.parameters(), strict=True):
         assert own.grad is not None
-        assert all_of_it.grad is not None
         expected = Weight.of(all_of_it.grad).part(tuple(own.shape), job.ranks.rank, job.ranks.size)
         torch.testing.assert_close(own.grad, expected.rows(0, len(own)), msg=label)
 
