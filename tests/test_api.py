@@ -269,7 +269,7 @@ PROGRAM = """
     from llama import Dialog, Llama
 
     def main(ckpt_dir: str, tokenizer_path: str, temperature: float = 0.6, top_p: float = 0.9,
-             max_seq_len: int = 128, max_batch_size: int = 4, max_gen_len: Optional[int] = 8):
+             max_seq_len: int = 64, max_batch_size: int = 4, max_gen_len: Optional[int] = 8):
         generator = Llama.build(
             ckpt_dir=ckpt_dir, tokenizer_path=tokenizer_path,
             max_seq_len=max_seq_len, max_batch_size=max_batch_size,

@@ -34,14 +34,17 @@ FP64_TOLERANCE = 1e-13  # averages of numbers of about 1 with a few dozen roundi
 FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
 
 
+Shape = tuple[int, int, int, int, int]
+
+
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+def shapes(draw: st.DrawFn) -> Shape:
     """Draw rows, queries, grouped-query heads and their size; two kv heads or more in most draws."""
     groups = draw(st.sampled_from([2, 1, 4]))
     return draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 3)), groups, draw(st.integers(1, 8))
 
 
-def qkv(shape: tuple[int, int, int, int, int], kv_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(shape: Shape, kv_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rows, seqlen, per_group, groups, head_dim = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -64,12 +67,13 @@ def read(weights: Tensor, values: Tensor) -> Tensor:
 
 
 dtypes = st.sampled_from([torch.float64, torch.float32])
+randoms = st.randoms(use_true_random=False)
 
 
 @settings(max_examples=30)
 @given(shapes(), st.integers(0, 6), st.integers(0, 3), dtypes)
 def test_rows_at_one_position_see_their_past_and_themselves(
-    shape: tuple[int, int, int, int, int], start_pos: int, more: int, dtype: torch.dtype
+    shape: Shape, start_pos: int, more: int, dtype: torch.dtype
 ) -> None:
     """A prompt, a chunk after cached tokens (bug 14: PyTorch's own causal mask would start at key 0), and one token."""
     xq, keys, values = qkv(shape, start_pos + shape[1] + more, dtype)
@@ -79,23 +83,16 @@ def test_rows_at_one_position_see_their_past_and_themselves(
 
 @settings(max_examples=30)
 @given(shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), dtypes)
-def test_every_row_may_stand_at_a_position_of_its_own(
-    shape: tuple[int, int, int, int, int], starts: list[int], dtype: torch.dtype
-) -> None:
+def test_every_row_may_stand_at_a_position_of_its_own(shape: Shape, starts: list[int], dtype: torch.dtype) -> None:
     starts = starts[: shape[0]]
     xq, keys, values = qkv(shape, max(starts) + shape[1], dtype)
     assert_attends(attend(xq, keys, values, starts), read(weights_by_loops(xq, keys, starts), values))
 
 
 @settings(max_examples=30)
-@given(shapes(), st.integers(0, 6), st.booleans(), st.booleans(), dtypes, st.randoms(use_true_random=False))
+@given(shapes(), st.integers(0, 6), st.booleans(), st.booleans(), dtypes, randoms)
 def test_keys_may_stand_in_any_order(
-    shape: tuple[int, int, int, int, int],
-    start_pos: int,
-    per_row: bool,
-    ragged: bool,
-    dtype: torch.dtype,
-    random: Random,
+    shape: Shape, start_pos: int, per_row: bool, ragged: bool, dtype: torch.dtype, random: Random
 ) -> None:
     """One order for all rows or one per row, and slots that no query may see yet."""
     rows, seqlen = shape[:2]
@@ -114,7 +111,7 @@ def test_keys_may_stand_in_any_order(
 @settings(max_examples=40)
 @given(shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans(), st.booleans(), st.booleans())
 def test_each_head_may_see_keys_of_its_own(
-    shape: tuple[int, int, int, int, int], starts: list[int], ragged: bool, by_group: bool, changed: bool
+    shape: Shape, starts: list[int], ragged: bool, by_group: bool, changed: bool
 ) -> None:
     """By KV head and by head, with equal and different starts, with and without a score_mod."""
     rows, seqlen, per_group, groups, _ = shape
@@ -154,16 +151,9 @@ def score_capped_and_sloped(layer: int, score: float, head: int, far: int) -> fl
 
 
 @settings(max_examples=30)
-@given(
-    shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans(), st.booleans(), dtypes, st.randoms()
-)
+@given(shapes(), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans(), st.booleans(), dtypes, randoms)
 def test_a_score_mod_changes_every_score_by_where_query_and_key_stand(
-    shape: tuple[int, int, int, int, int],
-    starts: list[int],
-    ragged: bool,
-    in_order: bool,
-    dtype: torch.dtype,
-    random: Random,
+    shape: Shape, starts: list[int], ragged: bool, in_order: bool, dtype: torch.dtype, random: Random
 ) -> None:
     """Keys in order of position, or in another order per row."""
     rows, seqlen = shape[:2]
@@ -193,11 +183,12 @@ def lost_heads(scores: Tensor, *_: Any) -> Tensor:
     return scores[:, :1]
 
 
-@pytest.mark.parametrize(("score_mod", "found"), [(lost_heads, r"\(1, 1, 2, 2\)"), (lambda *_: None, "NoneType")])
-def test_a_score_mod_that_returns_no_scores_is_refused_by_name(score_mod: Any, found: str) -> None:
+def test_a_score_mod_that_returns_no_scores_is_refused_by_name() -> None:
     xq, keys, values = qkv((1, 2, 2, 2, 4), 2, torch.float64)
-    with pytest.raises(ValueError, match=rf"score_mod=\S+ returned {found}; it must .* \(1, 4, 2, 2\)"):
-        attend(xq, keys, values, 0, None, ops.Scoring(score_mod=score_mod))
+    mods: list[tuple[Any, str]] = [(lost_heads, r"\(1, 1, 2, 2\)"), (lambda *_: None, "NoneType")]
+    for score_mod, found in mods:
+        with pytest.raises(ValueError, match=rf"score_mod=\S+ returned {found}; it must .* \(1, 4, 2, 2\)"):
+            attend(xq, keys, values, 0, None, ops.Scoring(score_mod=score_mod))
 
 
 @pytest.mark.parametrize("start_pos", [0, 3, [0, 3], [3, 0]])
@@ -235,9 +226,7 @@ def test_gradients_flow(start_pos: int | list[int], score_mod: ops.ScoreMod | No
 
 @settings(max_examples=20)
 @given(shapes(), st.integers(1, 6), dtypes)
-def test_attention_of_a_gpu_after_a_past_is_that_of_a_mask(
-    shape: tuple[int, int, int, int, int], start_pos: int, dtype: torch.dtype
-) -> None:
+def test_attention_of_a_gpu_after_a_past_is_that_of_a_mask(shape: Shape, start_pos: int, dtype: torch.dtype) -> None:
     xq, keys, values = qkv(shape, start_pos + shape[1], dtype)
     assert_attends(ops._attend_behind_past(xq, keys, values), attend(xq, keys, values, start_pos).double())
 

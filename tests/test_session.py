@@ -216,20 +216,15 @@ def test_logits_that_are_not_known_are_none() -> None:
 
 @kinds("paged", "int8")
 def test_forks_continue_independently(kv_cache: str) -> None:
+    def acts(session: Session) -> list[object]:
+        return [session.generate(6, **GREEDY), session.append("x"), session.generate(6, **GREEDY)]
+
     session = made(kv_cache, text=TEXT)[1]
-    branches = [session.fork() for _ in range(3)]
-    alone = []
-    for number in range(3):
-        _, one = made(kv_cache)
-        one.feed(TEXT)
-        one.append(f" {number} goes on")
-        alone.append([one.generate(8, **GREEDY), one.append("x"), one.generate(8, **GREEDY)])
-    for number, branch in enumerate(branches):
-        branch.append(f" {number} goes on")
-    results = [[branch.generate(8, **GREEDY)] for branch in branches]
-    for result, branch in zip(results, branches, strict=True):
-        result += [branch.append("x"), branch.generate(8, **GREEDY)]
-    assert results == alone
+    branches, alone = [session.fork() for _ in range(2)], [made(kv_cache, text=TEXT)[1] for _ in range(2)]
+    for sessions in (branches, alone):
+        for number, one in enumerate(sessions):
+            one.append(f" {number} goes on")
+    assert [acts(one) for one in branches] == [acts(one) for one in alone]
     assert session.tokens == ids(TEXT)
     assert session.generate(8, **GREEDY) == made(kv_cache, text=TEXT)[1].generate(8, **GREEDY)
 
@@ -336,22 +331,22 @@ def test_a_stream_goes_on_after_its_session_was_a_prefix(kv_cache: str) -> None:
     assert stream.finish()["ids"] == alone
 
 
-def test_every_row_may_begin_with_a_session() -> None:
-    for kv_cache in LOSSLESS:
-        model, session = made(kv_cache, text=TEXT)
-        session.generate(3, **GREEDY)
-        session.append("!")
-        prompts = [" one", " and a second one", " three"]
-        rows = [[*session.tokens, *prompt.encode()] for prompt in prompts]
-        with watched(model) as steps:
-            results = model.generate(Bytes(), prompts, 6, prefix=session, **GREEDY)
-        assert max(steps.widths) == max(map(len, prompts))
-        assert [result["ids"] for result in results] == [whole(model, row, 6) for row in rows]
-        again = model.generate(Bytes(), prompts, 6, prefix=session, share_prefix=True, **GREEDY)
-        off = model.generate(Bytes(), prompts, 6, prefix=session, kv_caching=False, **GREEDY)
-        assert results == again == off
-        before = list(session.tokens)
-        assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
+@kinds("paged", of=LOSSLESS)
+def test_every_row_may_begin_with_a_session(kv_cache: str) -> None:
+    model, session = made(kv_cache, text=TEXT)
+    session.generate(3, **GREEDY)
+    session.append("!")
+    prompts = [" one", " and a second one", " three"]
+    rows = [[*session.tokens, *prompt.encode()] for prompt in prompts]
+    with watched(model) as steps:
+        results = model.generate(Bytes(), prompts, 6, prefix=session, **GREEDY)
+    assert max(steps.widths) == max(map(len, prompts))
+    assert [result["ids"] for result in results] == [whole(model, row, 6) for row in rows]
+    again = model.generate(Bytes(), prompts, 6, prefix=session, share_prefix=True, **GREEDY)
+    off = model.generate(Bytes(), prompts, 6, prefix=session, kv_caching=False, **GREEDY)
+    assert results == again == off
+    before = list(session.tokens)
+    assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
 
 
 def test_a_deep_copy_of_a_session_is_in_no_call() -> None:

@@ -43,8 +43,12 @@ MODELS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 LENGTH = 80  # more than the 64 keys of a chunk
 
 
+def plain_model(dtype: torch.dtype = torch.float32, **sizes: Any) -> Transformer:
+    return tiny_model(tiny_args(**{"max_seq_len": 160, **sizes}), dtype=dtype).requires_grad_(False)
+
+
 def exact_model(dtype: torch.dtype, **sizes: Any) -> Transformer:
-    model = tiny_model(tiny_args(**{"max_seq_len": 160, **sizes}), dtype=dtype).requires_grad_(False)
+    model = plain_model(dtype, **sizes)
     model.exact = True
     return model
 
@@ -79,7 +83,7 @@ def test_ragged_rows_have_the_bits_that_each_has_alone() -> None:
 
 def test_without_exact_mode_a_difference_shows() -> None:
     """The comparison has power: the plain path does not pass it."""
-    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model = plain_model()
     assert first_difference(model) is not None
     model.exact = True
     assert first_difference(model) is None
@@ -96,22 +100,31 @@ def test_exact_logits_are_the_plain_ones_up_to_rounding() -> None:
     assert not model.exact
 
 
-def test_a_machine_without_a_block_raises_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
-    monkeypatch.setattr(probe, "BLOCKS", ())
-    monkeypatch.setattr(probe, "_FOUND", {})
-    with pytest.raises(ValueError, match="round differently from call to call"):
+def stays_plain(model: Transformer, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         model.exact = True
     assert not model.exact
+
+
+def test_a_machine_without_a_block_raises_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "BLOCKS", ())
+    monkeypatch.setattr(probe, "_FOUND", {})
+    stays_plain(plain_model(), "round differently from call to call")
 
 
 def test_a_model_that_differs_from_itself_raises_and_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe is not enough: the whole model is compared."""
-    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
-    monkeypatch.setattr(operations, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
-    with pytest.raises(ValueError, match="the first 21 tokens, in row 1, are not what they are alone"):
-        model.exact = True
-    assert not model.exact
+    """The probe is not enough: the whole model is compared, and attention over more positions than a whole model."""
+    with monkeypatch.context() as patch:
+        patch.setattr(operations, "exact_silu", lambda x: torch.nn.functional.silu(x) + x.shape[1] * 1e-6)
+        stays_plain(plain_model(), "the first 21 tokens, in row 1, are not what they are alone")
+    plain = operations._attend_in_step
+
+    def longer(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
+        return plain(xq, keys, values, start_pos) + (start_pos > 100) * 1e-6
+
+    monkeypatch.setattr(operations, "_attend_in_step", longer)
+    monkeypatch.setattr(operations, "_ATTENDS", set())
+    stays_plain(plain_model(max_seq_len=400), r"attention to \d+ positions")
 
 
 def test_moving_to_another_dtype_compares_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +231,7 @@ def test_attention_keeps_its_bits_at_long_lengths(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("everywhere", "name"), [(True, "capped"), (False, "exact")])
 def test_exact_mode_rejects_other_operations_and_leaves_them(everywhere: bool, name: str) -> None:
-    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    model = plain_model()
     mine = PLAIN._replace(name=name, attend=lambda *given: torch.tanh(attend(*given)))
     if everywhere:
         model.use(mine)
@@ -226,9 +239,7 @@ def test_exact_mode_rejects_other_operations_and_leaves_them(everywhere: bool, n
         model.blocks[1].attention.ops = mine
     before, tokens = [module.ops for module in model.modules() if hasattr(module, "ops")], torch.tensor([[1, 2, 3]])
     logits = model(tokens)
-    with pytest.raises(ValueError, match=rf"the operations '{name}' .* model\.use\(PLAIN\)"):
-        model.exact = True
-    assert not model.exact
+    stays_plain(model, rf"the operations '{name}' .* model\.use\(PLAIN\)")
     assert [module.ops for module in model.modules() if hasattr(module, "ops")] == before
     assert torch.equal(model(tokens), logits)
 
@@ -237,10 +248,9 @@ def test_exact_mode_rejects_a_score_mod_by_name() -> None:
     def soft_cap(scores: Tensor, *_: Any) -> Tensor:
         return 30 * (scores / 30).tanh()
 
-    model = tiny_model(tiny_args(), dtype=torch.float32).requires_grad_(False)
+    model = plain_model()
     model.use(PLAIN._replace(score_mod=soft_cap))
-    with pytest.raises(ValueError, match=r"the operations 'plain with score_mod=soft_cap' .* model\.use\(PLAIN\)"):
-        model.exact = True
+    stays_plain(model, r"the operations 'plain with score_mod=soft_cap' .* model\.use\(PLAIN\)")
     model.use(PLAIN)
     model.exact = True
     model.use(model.ops._replace(score_mod=soft_cap))
@@ -249,7 +259,7 @@ def test_exact_mode_rejects_a_score_mod_by_name() -> None:
 
 
 def test_exact_mode_rejects_lossy_caches_made_in_it_or_before_it() -> None:
-    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model = plain_model()
     before = model.new_cache("int8")
     model.exact = True
     for act in (
@@ -335,7 +345,7 @@ def test_probing_costs_few_tokens_of_the_demo(fails: bool, tokens: int, monkeypa
 
 def test_switching_it_on_multiplies_the_model_by_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts the comparison and its padding, without the probes."""
-    model = tiny_model(tiny_args(max_seq_len=160), dtype=torch.float32).requires_grad_(False)
+    model = plain_model()
     model.exact = True  # runs the probes
     plain, multiplied = probe.linear, []
 
@@ -349,18 +359,3 @@ def test_switching_it_on_multiplies_the_model_by_few_tokens(monkeypatch: pytest.
     matrices = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     most = max(block.rows for block in probe._FOUND.values())  # a step is padded to these
     assert sum(multiplied) < (300 + 20 * most) * matrices
-
-
-def test_attention_that_differs_over_a_longer_text_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is compared separately, over more positions than a whole model."""
-    model = tiny_model(tiny_args(max_seq_len=400), dtype=torch.float32).requires_grad_(False)
-    plain = operations._attend_in_step
-
-    def longer(xq: Tensor, keys: Tensor, values: Tensor, start_pos: int) -> Tensor:
-        return plain(xq, keys, values, start_pos) + (start_pos > 100) * 1e-6
-
-    monkeypatch.setattr(operations, "_attend_in_step", longer)
-    monkeypatch.setattr(operations, "_ATTENDS", set())
-    with pytest.raises(ValueError, match=r"attention to \d+ positions"):
-        model.exact = True
-    assert not model.exact

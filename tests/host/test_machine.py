@@ -127,15 +127,9 @@ def test_memory_left_in_a_cgroup_is_its_limit_less_what_the_kernel_cannot_free(t
     stat = "anon 500\ninactive_file 200\n"
     write_group(tmp_path / "pod" / "box", memory__max="1000\n", memory__current="700\n", memory__stat=stat)
     assert machine._cgroup_free("0::/pod/box\n", tmp_path) == 500
-
-
-def test_memory_left_in_a_first_generation_cgroup_is_read_from_the_memory_controller(tmp_path: Path) -> None:
-    files = {"memory__limit_in_bytes": "1000\n", "memory__usage_in_bytes": "600\n"}
+    files = {"memory__limit_in_bytes": "1000\n", "memory__usage_in_bytes": "600\n"}  # of the first generation
     write_group(tmp_path / "memory", **files)  # the path is the host's, as in a container: only the top is mounted
     assert machine._cgroup_free("7:cpu,cpuacct:/docker/1\n4:memory:/docker/1\n0::/\n", tmp_path) == 400
-
-
-def test_cgroups_without_a_limit_limit_nothing(tmp_path: Path) -> None:
     write_group(tmp_path / "box", memory__max="max\n", memory__current="100\n")
     assert machine._cgroup_free("0::/box\n", tmp_path) is None
     assert machine._cgroup_free("", tmp_path) is None

@@ -124,24 +124,16 @@ def texts_are_those_of_one_process(job: Job) -> None:
 
 
 @case
-def streams_are_those_of_one_process(job: Job) -> None:
-    tokenizer = open_checkpoint(job.folder / "meta-1").tokenizer
-    cut, whole = job.both(torch.float64)
-    made = [list(m.stream(tokenizer, ["the hat", "an inn in"], 10, temperature=0)) for m in (cut, whole)]
-    assert made[0] == made[1]
-
-
-@case
 def a_second_generation_meanwhile_is_refused_and_the_first_goes_on(job: Job) -> None:
     """Two would mix what the ranks say to each other, and hang."""
     tokenizer = open_checkpoint(job.folder / "meta-1").tokenizer
     cut, whole = job.both(torch.float64)
-    stream = cut.stream(tokenizer, [[1, 2, 3]], 8, temperature=0.0)
+    stream = cut.stream(tokenizer, ["the hat", "an inn in"], 8, temperature=0.0)
     pieces = [next(stream)]
     for act in (lambda: cut.generate_tokens([[4, 5]], 2), lambda: cut.session(tokenizer).feed([4, 5])):
         with pytest.raises(RuntimeError, match="another generation is under way on these ranks"):
             act()
-    assert [*pieces, *stream] == list(whole.stream(tokenizer, [[1, 2, 3]], 8, temperature=0.0))
+    assert [*pieces, *stream] == list(whole.stream(tokenizer, ["the hat", "an inn in"], 8, temperature=0.0))
     cut.generate_tokens([[4, 5]], 2)
 
 
@@ -176,23 +168,16 @@ def each_rank_holds_its_share(job: Job) -> None:
 
 
 @case
-def other_prompts_on_one_rank_are_refused_in_words(job: Job) -> None:
-    cut = job.model("meta-1", torch.float32)
-    mine = [[1, 2, 3]] if job.ranks.rank else [[1, 2, 4]]
-    with pytest.raises(ValueError, match=r"rank . and rank . were not given the same prompts"):
-        cut.generate_tokens(mine, 4)
-
-
-@case
-def another_dtype_on_one_rank_is_refused_in_words(job: Job) -> None:
-    with pytest.raises(ValueError, match=r"rank . and rank . were not given the same dtype"):
-        job.model("meta-1", torch.float32 if job.ranks.rank else torch.float64)
-
-
-@case
-def another_model_on_one_rank_is_refused_in_words(job: Job) -> None:
-    with pytest.raises(ValueError, match=r"rank . and rank . were not given the same weights"):
-        job.model("other" if job.ranks.rank else "meta-1", torch.float64)
+def other_prompts_another_dtype_and_another_model_on_one_rank_are_refused(job: Job) -> None:
+    cut, one = job.model("meta-1", torch.float32), job.ranks.rank
+    acts: list[tuple[str, Callable[[], object]]] = [
+        ("prompts", lambda: cut.generate_tokens([[1, 2, 3]] if one else [[1, 2, 4]], 4)),
+        ("dtype", lambda: job.model("meta-1", torch.float32 if one else torch.float64)),
+        ("weights", lambda: job.model("other" if one else "meta-1", torch.float64)),
+    ]
+    for what, act in acts:
+        with pytest.raises(ValueError, match=rf"rank . and rank . were not given the same {what}"):
+            act()
 
 
 @case
