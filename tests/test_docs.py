@@ -37,10 +37,10 @@ def test_python_of_the_readme_and_the_research_page_runs(snippet: str, capsys: p
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_to_a_file(page: str) -> None:
-    linked = re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
-    assert [name for name in linked if not ((ROOT / page).parent / name).exists()] == []
+def test_every_link_leads_to_a_file() -> None:
+    texts = {ROOT / page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    links = [(page, name) for page, text in texts.items() for name in re.findall(r"\]\((?!http)([^)#]+)", text)]
+    assert [(str(page), name) for page, name in links if not (page.parent / name).exists()] == []
 
 
 def commands_of(page: str) -> list[str]:
