@@ -58,8 +58,11 @@ def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) 
 
 
 def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return a job's exit code and output. Raises TimeoutExpired if it does not end."""
-    printed, _ = job.communicate(timeout=150)
+    """Return a job's exit code and output. Raises TimeoutExpired, and kills the job, if it does not end."""
+    try:
+        printed, _ = job.communicate(timeout=150)
+    finally:
+        job.kill()
     return job.returncode, printed
 
 
