@@ -187,13 +187,6 @@ def test_every_row_grows_by_exactly_its_own_max_gen_len(
     assert at_rest(model)
 
 
-def test_rows_with_nothing_to_generate_are_returned_unchanged() -> None:
-    model = scripted([10], [20])
-    ids, logprobs = model.generate_tokens([[1, 2], [3]], [0, 0], echo=True, logprobs=True)
-    assert ids == [[1, 2], [3]]
-    assert [len(row) for row in logprobs] == [2, 1]
-
-
 # ---- logits that are not numbers -------------------------------------------------------------------------------------
 
 

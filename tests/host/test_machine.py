@@ -58,33 +58,22 @@ def git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Return the folder of a committed package inside a new repository that ignores `venv`."""
-    package = tmp_path / "package"
+@with_git
+def test_the_commit_is_that_of_the_checkout_of_this_package(tmp_path: Path) -> None:
+    package, installed = tmp_path / "package", tmp_path / "venv" / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (tmp_path / ".gitignore").write_text("venv\n")
     git(tmp_path, "init", "--quiet")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "-m", "first")
-    return package
-
-
-@with_git
-def test_commit_is_that_of_the_checkout_and_dirty_once_the_package_is_changed(checkout: Path) -> None:
-    head = git(checkout, "rev-parse", "HEAD")
-    (checkout.parent / "results").write_text("written beside the package")
-    assert machine._checkout(checkout) == {"commit": head, "dirty": False}
-    (checkout / "__init__.py").write_text("changed = True\n")
-    assert machine._checkout(checkout) == {"commit": head, "dirty": True}
-
-
-@with_git
-def test_a_package_installed_inside_the_checkout_of_another_project_has_no_commit(checkout: Path) -> None:
-    installed = checkout.parent / "venv" / "package"
-    shutil.copytree(checkout, installed)
+    head = git(package, "rev-parse", "HEAD")
+    (tmp_path / "results").write_text("written beside the package")
+    assert machine._checkout(package) == {"commit": head, "dirty": False}
+    shutil.copytree(package, installed)  # a package inside the checkout of another project
     assert machine._checkout(installed) == {"commit": None, "dirty": None}
+    (package / "__init__.py").write_text("changed = True\n")
+    assert machine._checkout(package) == {"commit": head, "dirty": True}
 
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

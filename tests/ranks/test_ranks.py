@@ -58,11 +58,11 @@ def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) 
 
 
 def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return a job's exit code and output. Raises TimeoutExpired, and kills the job, if it does not end."""
+    """Return a job's exit code and output. Raises TimeoutExpired, and ends the job, if it takes too long."""
     try:
         printed, _ = job.communicate(timeout=150)
     finally:
-        job.kill()
+        job.terminate()
     return job.returncode, printed
 
 

@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_args, tiny_model
 from torch import Tensor
-from writes import write
 
 from llama.kv_cache import KVCache, cache_kind
 from llama.model import Transformer
@@ -157,19 +156,16 @@ def test_keys_of_another_mode_are_not_saved(tmp_path: Path) -> None:
     assert (loaded.tokens, loaded.nbytes) == (session.tokens, 0)
 
 
-def test_the_caller_may_be_in_inference_mode_or_not(tmp_path: Path) -> None:
-    for kv_cache in ("static", "paged", "int8", THEIRS):
-        model, session = made(kv_cache)
-        with torch.inference_mode():
-            session.feed(TEXT)
-            loaded = reloaded(session, tmp_path / "session")
-        loaded.append(" more")
-        with torch.no_grad():
-            for cache in model.new_cache().layers:
-                write(cache, 0, torch.randn(1, 1, 2, 32), torch.randn(1, 1, 2, 32))
+@pytest.mark.parametrize("kv_cache", ["paged", "int8", THEIRS])
+def test_the_caller_may_be_in_inference_mode_or_not(kv_cache: str, tmp_path: Path) -> None:
+    _, session = made(kv_cache)
+    with torch.inference_mode():
+        session.feed(TEXT)
+        loaded = reloaded(session, tmp_path / "session")
+    assert loaded.append(" more") == 5
 
 
-@pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "int4", "window:20+3"])
+@pytest.mark.parametrize("kv_cache", ["poisoned", "poisoned_concat", "paged", "int8", "window:20+3"])
 def test_only_the_cached_positions_are_saved(kv_cache: str, tmp_path: Path) -> None:
     """Unwritten buffers may have private contents of earlier memory."""
     path = tmp_path / "session"
@@ -364,48 +360,42 @@ def test_a_file_that_was_written_by_the_library_of_the_format_is_read(saved: tup
     assert text_of(model.load_session(path, Bytes())) == TEXT_WITH_BOS
 
 
-OTHER_MODELS: dict[str, tuple[Callable[[], Transformer], str]] = {
-    "weights": (lambda: changed_weight(made()[0]), "other weights"),
-    "swapped": (lambda: swapped_weights(made()[0]), "other weights"),
-    "layers": (lambda: made(n_layers=3)[0], "n_layers was 2, and is 3 here"),
-    "dtype": (
-        lambda: made(dtype=torch.float32)[0],
-        "dtype was 'torch.float64', and is 'torch.float32' here; load the model in that dtype",
-    ),
-    "theta": (lambda: made(rope_theta=5e5)[0], "rope_theta was 10000.0, and is 500000.0 here"),
-    "no RoPE": (lambda: made(rope_theta=None)[0], "rope_theta was 10000.0, and is None here"),
-    "vocabulary": (lambda: made(vocab_size=300)[0], "vocab_size was 258, and is 300 here"),
-    "exact": (lambda: exact(made()[0]), "exact was False, and is True here; set model.exact to that value"),
-    "activations": (lambda: rounding(made()[0]), "activations was 16, and is 8 here"),
-    "limit": (lambda: made(max_seq_len=40)[0], "76 tokens, more than max_seq_len=40"),
-}
-
-
-def changed_weight(model: Transformer) -> Transformer:
-    model.layers[1].attention.wo.weight.data[3, 5] += 1e-7  # type: ignore[union-attr]
+def changed(change: Callable[[Transformer], object]) -> Transformer:
+    model = made_of()
+    change(model)
     return model
 
 
-def swapped_weights(model: Transformer) -> Transformer:
-    weight = model.layers[0].attention_norm.weight.data  # type: ignore[union-attr]
+def swap_weights(model: Transformer) -> None:
+    weight = model.blocks[0].attention_norm.weight.data
     weight[:2] = weight[:2].flip(0)
-    return model
 
 
-def rounding(model: Transformer) -> Transformer:
-    for module in model.layers[1].modules():
-        module.activations = 8  # type: ignore[assignment]  # as of packed layers
-    return model
+def round_activations(model: Transformer) -> None:
+    for module in model.blocks[1].modules():
+        module.activations = 8  # as of packed layers
 
 
-def exact(model: Transformer) -> Transformer:
-    model.exact = True
-    return model
+OTHER_MODELS: list[tuple[Callable[[], Transformer], str]] = [
+    (lambda: changed(lambda model: model.blocks[1].attention.wo.weight.data[3, 5].add_(1e-7)), "other weights"),
+    (lambda: changed(swap_weights), "other weights"),
+    (
+        lambda: changed(lambda model: setattr(model, "exact", True)),
+        "exact was False, and is True here; set model.exact",
+    ),
+    (lambda: changed(round_activations), "activations was 16, and is 8 here"),
+    (lambda: made_of(n_layers=3), "n_layers was 2, and is 3 here"),
+    (lambda: made_of(dtype=torch.float32), "dtype was 'torch.float64', and is 'torch.float32' here; load the model in"),
+    (lambda: made_of(rope_theta=5e5), "rope_theta was 10000.0, and is 500000.0 here"),
+    (lambda: made_of(rope_theta=None), "rope_theta was 10000.0, and is None here"),
+    (lambda: made_of(vocab_size=300), "vocab_size was 258, and is 300 here"),
+    (lambda: made_of(max_seq_len=40), "76 tokens, more than max_seq_len=40"),
+]
 
 
 def test_another_model_refuses_it(saved: tuple[Transformer, Path]) -> None:
-    said = {name: (refusal(make(), saved[1]), why) for name, (make, why) in OTHER_MODELS.items()}
-    assert {name: found for name, (found, why) in said.items() if not re.search(why, found)} == {}
+    said = [(refusal(make(), saved[1]), why) for make, why in OTHER_MODELS]
+    assert [(found, why) for found, why in said if not re.search(why, found)] == []
 
 
 def test_a_mode_is_refused_both_ways_and_so_is_another_machine(tmp_path: Path) -> None:
