@@ -62,7 +62,7 @@ def test_dtypes_have_short_and_long_names_and_others_are_refused_with_the_choice
     assert unrefused((partial(pick_dtype, dtype, CPU), why) for dtype in unknown) == []
 
 
-def test_a_metal_gpu_is_given_what_it_can_compute() -> None:
+def test_a_metal_gpu_gets_a_supported_dtype() -> None:
     mps = torch.device("mps")
     assert pick_dtype("auto", mps) == torch.float16
     with pytest.raises(ValueError, match="no bf16 arithmetic; choose fp16"):
@@ -158,7 +158,7 @@ def test_text_completion_returns_what_meta_s_does(llama: Llama) -> None:
         assert all(isinstance(score, float) and score <= 0 for score in result["logprobs"])
 
 
-def test_what_meta_s_interface_would_misread_is_refused(llama: Llama) -> None:
+def test_calls_that_metas_interface_would_misread_are_refused(llama: Llama) -> None:
     with pytest.raises(ValueError, match=r"must be a list of texts; for one, write \[text\]"):
         llama.text_completion("hi")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_gen_len=0 must be at least 1"):
@@ -177,7 +177,7 @@ def test_a_seed_that_is_no_whole_number_is_refused_before_anything_is_loaded(lla
     assert Llama(llama.model, llama.tokenizer, seed=torch.tensor(3))  # type: ignore[arg-type]
 
 
-def test_echo_gives_the_prompt_with_its_bos_and_a_logprob_of_0_for_that(llama: Llama) -> None:
+def test_echo_returns_the_prompt_with_bos_at_logprob_0(llama: Llama) -> None:
     (result,) = llama.text_completion(["hello"], temperature=0, max_gen_len=3, logprobs=True, echo=True)
     assert result["tokens"][:2] == [SPECIALS[0], "hello"]
     assert result["logprobs"][0] == 0.0
@@ -311,7 +311,7 @@ def test_a_program_for_meta_s_llama3_runs_unchanged_and_without_a_process_group(
     assert not torch.distributed.is_initialized()
 
 
-def test_a_driver_older_than_the_build_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_older_than_the_build_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_old() -> None:
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by "

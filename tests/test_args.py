@@ -161,7 +161,7 @@ def test_a_share_has_the_heads_hidden_numbers_and_words_of_one_rank() -> None:
     assert args.share(1) == args
 
 
-def test_a_model_that_cannot_be_shared_out_evenly_says_to_how_many_it_can() -> None:
+def test_a_model_that_cannot_be_divided_names_the_possible_ranks() -> None:
     small = {"n_heads": 9, "n_kv_heads": 3, "dim": 576, "ffn_dim": 1536, "vocab_size": 49152}
     twelve = {"n_heads": 12, "n_kv_heads": 4, "dim": 48, "ffn_dim": 48, "vocab_size": 48}
     odd = {"n_heads": 8, "dim": 64, "ffn_dim": 96, "vocab_size": 41}

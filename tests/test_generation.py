@@ -349,7 +349,7 @@ def test_a_shorter_generation_is_the_beginning_of_a_longer_one(model: Transforme
     assert ragged == [row[:n] for row, n in zip(longest, [3, 0, 15, 8], strict=True)]
 
 
-def test_a_list_of_seeds_gives_every_row_its_own_and_none_draws_afresh(model: Transformer) -> None:
+def test_a_list_of_seeds_has_one_for_each_row_and_none_draws_new_ones(model: Transformer) -> None:
     prompts = [[1, 2]] * 3
     one, two, three = model.generate_tokens(prompts, 9, temperature=1, seed=[5, 5, 6])[0]
     assert one == two != three

@@ -53,7 +53,7 @@ def grad(weight: Tensor) -> Tensor:
     return weight.grad
 
 
-def test_what_a_score_mod_learns_gets_gradients_in_the_layer_of_its_number() -> None:
+def test_parameters_of_a_score_mod_get_gradients_of_their_layer() -> None:
     model, tokens, slopes = tiny_model(kv_caching=False), some_tokens(2, 7), torch.zeros(2, requires_grad=True)
     model(tokens).square().mean().backward()
     plain = [grad(weight).clone() for weight in model.parameters()]
@@ -210,7 +210,7 @@ def test_calls_that_no_model_can_compute_are_refused() -> None:
     assert cache_nbytes(model) == 0
 
 
-def test_vocab_size_that_nobody_stated_is_refused() -> None:
+def test_an_unset_vocab_size_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size=-1"):
         Transformer(ModelArgs())
 
@@ -463,7 +463,7 @@ DUPLICATES: dict[str, Callable[[Any], Any]] = {
         )
     ],
 )
-def test_a_deep_copied_or_unpickled_cache_goes_on_with_the_model_that_fed_it(kind: str, how: str) -> None:
+def test_a_deep_copied_or_unpickled_cache_continues_with_the_model_that_fed_it(kind: str, how: str) -> None:
     duplicate = DUPLICATES[how]
     model, tokens = tiny_model(head_dim=32, max_seq_len=64).requires_grad_(False), some_tokens(1, 41)
     cache = model.new_cache(kind)
@@ -567,7 +567,7 @@ def test_the_models_own_cache_survives_a_generation() -> None:
     torch.testing.assert_close(model(tokens[:, 4:], 4), expected, rtol=0, atol=FP64_TOLERANCE)
 
 
-def test_several_tokens_end_a_prompt_one_does_not_and_rows_may_say_otherwise() -> None:
+def test_rows_of_several_tokens_end_a_prompt_by_default() -> None:
     tokens = some_tokens(2, 5)
     assert [Rows.of(tokens, 0).prompt_ends, Rows.of(tokens[:, :1], 4).prompt_ends] == [True, False]
     assert not Rows.of(tokens, Rows.at([0, 0], [5, 5])).prompt_ends

@@ -170,7 +170,7 @@ def test_a_score_mod_changes_every_score_by_where_query_and_key_stand(
     assert_attends(made, read(weights, values))
 
 
-def test_a_query_that_may_see_nothing_gives_zeros_with_a_score_mod_as_without() -> None:
+def test_a_query_without_visible_keys_returns_zeros_also_with_a_score_mod() -> None:
     xq, keys, values = qkv((1, 2, 2, 2, 4), 3, torch.float64)
     visible = torch.tensor([[True] * 3, [False] * 3])
     plain = attend(xq, keys, values, 1, visible)
@@ -273,7 +273,7 @@ class OnGpu(Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_a_chunk_behind_a_past_has_no_mask_in_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_after_a_past_has_no_mask_in_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask has the shape of the scores, and only kernels that compute all scores support it."""
     masks: list[Any] = []
 

@@ -156,7 +156,7 @@ def half_split(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_numbers_are_turned_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+def test_16_bit_numbers_are_rotated_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     x = torch.randn(1, 50, 2, 16, dtype=dtype)
     freqs_cis = RopeTable(rope_frequencies(16, 10000.0)).at([1000], 50, CPU)
     turned, _ = apply_rotary_emb(x, x, freqs_cis)

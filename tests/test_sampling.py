@@ -164,7 +164,7 @@ def shaped(name: str, vocab: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "vocab"), [*zip(SHAPES, cycle([2048, 2049, 5000]), strict=False)])
-def test_a_look_at_1024_candidates_gives_what_a_full_sort_gives(name: str, vocab: int) -> None:
+def test_a_look_at_1024_candidates_equals_a_full_sort(name: str, vocab: int) -> None:
     probs = shaped(name, vocab).softmax(-1)
     for top_k in (None, 1, 50, 1023, 1024, 1025, 2 * vocab):
         for top_p in (0.0, 0.2, 0.7, 0.95, 0.9999, 1.0):
@@ -199,7 +199,7 @@ rows_of_logits = st.tuples(
     st.sampled_from([1.0, 1.3]),
     st.integers(0, 2**31),
 )
-def test_a_choice_ahead_is_the_sorted_one_wherever_it_is_sure_and_says_where_not(
+def test_choose_ahead_equals_choose_or_reports_that_it_is_unsure(
     rows: list[tuple[str, int, int]], temperature: float, top_p: float, top_k: int | None, min_p: float,
     penalty: float, seed: int,
 ) -> None:  # fmt: skip
@@ -404,7 +404,7 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
     assert results[0] == results[1]
 
 
-def test_draws_are_a_cpus_whatever_device_is_the_default() -> None:
+def test_draws_are_made_on_the_cpu_under_any_default_device() -> None:
     """A CPU's generator cannot draw on another default device."""
     sampler, same = (Sampler(Sampling(), 3, [[1], [2]], 9, torch.device("cpu")) for _ in range(2))
     with torch.device("meta"):

@@ -168,7 +168,7 @@ def test_the_switch_may_be_set_for_one_call() -> None:
 
 @pytest.mark.parametrize("kv_caching", [True, False])
 @pytest.mark.parametrize("kv_cache", LOSSLESS)
-def test_the_logits_are_those_behind_the_text(kv_cache: str, kv_caching: bool) -> None:
+def test_the_logits_are_those_after_the_text(kv_cache: str, kv_caching: bool) -> None:
     model, session = made(kv_cache, kv_caching=kv_caching)
 
     def assert_known() -> None:
@@ -317,7 +317,7 @@ def test_a_stream_whose_text_was_changed_is_refused() -> None:
 
 
 @kinds("paged", "h2o:0.5", of=("static", "paged", "int8", "window:20+2", "snapkv:0.5", "h2o:0.5"))
-def test_a_stream_goes_on_after_its_session_was_a_prefix(kv_cache: str) -> None:
+def test_a_stream_continues_after_its_session_was_a_prefix(kv_cache: str) -> None:
     _, session = made(kv_cache=kv_cache, text=TEXT)
     alone = session.fork().generate(10, **GREEDY)["ids"]
     stream = session.stream(10, **GREEDY)

@@ -74,7 +74,7 @@ def test_a_piece_is_out_before_the_next_token_is_made() -> None:
         assert len(model.calls) == n + 1
 
 
-def test_results_hold_what_there_is_when_a_stream_is_closed() -> None:
+def test_results_of_a_closed_stream_have_the_tokens_so_far() -> None:
     model = saying("abc", "xyz")
     stream = model.stream(Bytes(), ["p", "q"], 9, logprobs=True, **GREEDY)
     assert [next(stream) for _ in range(3)] == [(0, "a"), (1, "x"), (0, "b")]
@@ -85,7 +85,7 @@ def test_results_hold_what_there_is_when_a_stream_is_closed() -> None:
     assert list(stream) == []
 
 
-def test_a_closed_stream_gives_what_it_held_back() -> None:
+def test_a_closed_stream_returns_its_delayed_text() -> None:
     stream = saying("ab-cd").stream(Bytes(), "p", 9, stop="-!", **GREEDY)
     assert [next(stream), next(stream)] == [(0, "a"), (0, "b")]
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_the_text_ends_before_a_stop_string_across_token_borders(text: str, stop
     assert result["finish_reason"] == "stop"
 
 
-def test_what_may_begin_a_stop_string_waits_and_nothing_else_does() -> None:
+def test_only_text_that_may_begin_a_stop_string_is_delayed() -> None:
     model = saying("abXabc!")
     pieces = [piece for _, piece in model.stream(Bytes(), "p", 60, stop="abc", **GREEDY)]
     assert pieces == ["abX"]
@@ -138,7 +138,7 @@ def test_what_may_begin_a_stop_string_waits_and_nothing_else_does() -> None:
     assert pieces == ["abX", "ab"]  # the last piece comes at the end
 
 
-def test_what_a_row_held_back_comes_when_it_ends_and_not_when_the_batch_does() -> None:
+def test_delayed_text_is_yielded_when_its_row_ends() -> None:
     pieces = list(saying("ab", "wxyz").stream(Bytes(), ["p", "q"], 9, stop="bc", **GREEDY))
     assert pieces.index((0, "b")) < pieces.index((1, "z"))
 

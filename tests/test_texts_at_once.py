@@ -134,7 +134,7 @@ def test_every_text_of_many_threads_is_what_it_is_alone(model: Transformer, requ
     assert all(work.done > 5 for work in works)
 
 
-def test_streams_that_are_read_in_turn_in_other_threads_are_each_what_they_are_alone(model: Transformer) -> None:
+def test_streams_read_in_turn_in_other_threads_equal_those_alone(model: Transformer) -> None:
     expected = [text_of(model, prompt) for prompt in PROMPTS]
     streams = [model.stream(Ids(), [prompt], LENGTH, temperature=0.0) for prompt in PROMPTS]  # type: ignore[arg-type]
     going = list(streams)
@@ -221,7 +221,7 @@ def test_a_layer_of_ones_own_needs_no_cache() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_refuses_what_would_wait_for_ever_and_computes_with_one_thread(model: Transformer) -> None:
+def test_a_forked_process_refuses_threads_and_computes_with_one(model: Transformer) -> None:
     """Each use of a model that the parent made; SIGALRM ends a child that waits."""
     ids = [[1, 2, 3]]
     session = model.session(Ids())  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ SOME = ("loops", "forks", "prints", "takes memory", "deletes its files", "leaves
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in HOSTILE]
 )
-def test_what_cannot_be_run_gets_the_reason(name: str, tmp_path: Path) -> None:
+def test_a_submission_that_cannot_run_gets_the_reason(name: str, tmp_path: Path) -> None:
     code, reason = HOSTILE[name]
     limits = replace(TIGHT, seconds=1.0) if "not done" in reason else TIGHT
     outcome = run(submission(tmp_path / "it", code), limits)
@@ -106,7 +106,7 @@ def test_folders_deep_in_folders_end_no_grading(tmp_path: Path, monkeypatch: pyt
         sys.setrecursionlimit(limit)
 
 
-def test_what_it_finds_are_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_sees_only_folders_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "of the teacher")
     code = "import os; print(sorted(os.environ), os.environ['HOME'], os.getcwd()); raise SystemExit(1)"
     outcome = run(submission(tmp_path / "it", code), TIGHT)
@@ -131,7 +131,7 @@ def test_originals_that_a_submission_changes_are_noticed(tmp_path: Path) -> None
     assert "the originals of its files" in run(it, TIGHT).reason
 
 
-def test_grading_goes_on_and_ends_in_a_table(
+def test_grading_continues_and_ends_in_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(grade, "real_facts", lambda limits: {})  # no submission here gets as far as being compared
@@ -161,7 +161,7 @@ def test_the_exercise_as_it_is_set_is_graded(tmp_path: Path, capsys: pytest.Capt
     assert "TODO 1 in llama/model.py, Attention.forward" in printed
 
 
-def test_what_is_printed_of_a_submission_acts_on_no_terminal(tmp_path: Path) -> None:
+def test_escapes_of_a_submission_are_not_printed(tmp_path: Path) -> None:
     outcome = run(submission(tmp_path / "it", "print('\\x1b[2J'); raise SystemExit(1)"), TIGHT)
     assert "\x1b" in outcome.printed
     text = grade.as_text(grade.grade(tmp_path / "it", outcome, {}))

@@ -196,7 +196,7 @@ def test_other_values_than_true_and_false_raise() -> None:
             model.exact = value
 
 
-def test_memory_behind_a_position_is_never_read() -> None:
+def test_memory_after_a_position_is_never_read() -> None:
     x, keys = torch.randn(2, 3, 4, 8), torch.randn(2, 20, 2, 8)
     clean = exact_attend(x, keys, keys, rows_of(5, x))
     poisoned = keys.clone()

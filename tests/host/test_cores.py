@@ -142,7 +142,7 @@ def free_counts(counts: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("others", "chosen"), [(None, 4), (0.0, 4), (0.5, 4), (0.6, 3), (1.0, 3), (2.6, 1), (3.4, 1), (9.0, 1)]
 )
-def test_on_a_busy_machine_there_are_fewer_threads_and_that_is_said(
+def test_a_busy_machine_gets_fewer_threads_and_a_message(
     others: float | None, chosen: int, free_counts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OtherLoad, "stop", lambda self: others)

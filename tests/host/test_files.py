@@ -80,7 +80,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
 
 
 @posix
-def test_what_is_no_regular_file_is_refused_and_stays(tmp_path: Path) -> None:
+def test_paths_that_are_no_regular_files_are_refused_and_stay(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "link").symlink_to(os.devnull)

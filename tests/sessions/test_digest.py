@@ -74,7 +74,7 @@ def test_names_shapes_dtypes_and_the_order_count() -> None:
     assert named.hex() != digest(square)
 
 
-def test_where_a_tensor_lies_and_how_does_not_count() -> None:
+def test_the_address_and_the_strides_of_a_tensor_do_not_count() -> None:
     tensor = numbers(35).view(5, 7)
     raw = torch.empty(1 + tensor.nbytes, dtype=torch.uint8)
     raw[1:] = tensor.flatten().view(torch.uint8)
@@ -90,7 +90,7 @@ def test_where_a_tensor_lies_and_how_does_not_count() -> None:
         torch.set_num_threads(threads)
 
 
-def test_what_was_taken_can_be_asked_for_in_between() -> None:
+def test_the_digest_can_be_read_in_between() -> None:
     made = Digest()
     made.take("tensor 0", numbers(9))
     assert made.hex() == made.hex() == digest(numbers(9))

@@ -207,7 +207,7 @@ def test_ids_alone_need_no_tokenizer(tmp_path: Path) -> None:
 TEXT_WITH_BOS = "<bos>" + TEXT
 
 
-def test_a_model_of_other_limits_takes_what_fits(tmp_path: Path) -> None:
+def test_a_model_of_other_limits_loads_what_fits(tmp_path: Path) -> None:
     path = tmp_path / "session"
     _, session = made(text=TEXT)
     session.save(path)
@@ -265,7 +265,7 @@ def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved
     assert path.read_bytes() == before
 
 
-def test_where_a_file_cannot_be_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_impossible_paths_are_refused_in_one_sentence(tmp_path: Path) -> None:
     _, session = made(text="abc")
     os.mkfifo(tmp_path / "pipe")
     for path, why in (
@@ -484,7 +484,7 @@ def test_a_window_of_another_size_is_refused(tmp_path: Path) -> None:
     assert made_of(max_seq_len=200).load_session(tmp_path / "session").position == session.position
 
 
-def test_what_is_no_session_is_called_so(tmp_path: Path, saved: tuple[Transformer, Path]) -> None:
+def test_files_that_are_no_sessions_are_refused(tmp_path: Path, saved: tuple[Transformer, Path]) -> None:
     model, path = saved
     refused(model, tmp_path / "nothing", "No such file")
     refused(model, tmp_path, "it is a directory, not a regular file")
@@ -653,7 +653,7 @@ def int8_model(dtype: torch.dtype = torch.float32) -> Transformer:
     return model.to(dtype)
 
 
-def test_int8_weights_and_the_dtype_of_their_activations_are_told_apart(tmp_path: Path) -> None:
+def test_int8_weights_and_their_activations_dtype_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "session"
     model = int8_model()
     session = model.session(Bytes())
