@@ -61,8 +61,10 @@ def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
     """Return a job's exit code and output. Raises TimeoutExpired, and ends the job, if it takes too long."""
     try:
         printed, _ = job.communicate(timeout=150)
-    finally:
+    except subprocess.TimeoutExpired:
         job.terminate()
+        job.communicate()
+        raise
     return job.returncode, printed
 
 
