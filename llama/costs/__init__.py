@@ -38,7 +38,7 @@ RELEASED: dict[str, ModelArgs] = {
     "llama-3.3-70b": _released(_70B, scaled=True),
 }
 
-GROUP, LANES = 32, 16  # weights that share a scale and a zero, and outputs of a tile: as in llama/quant/packed.py
+GROUP, PANEL = 32, 16  # weights that share a scale and a zero, and outputs of a tile: as in llama/quant/packed.py
 
 # The format of matrices: None for `itemsize` bytes a number, "int8", "int4", or the bytes of each matrix by its name.
 Layout = str | Mapping[str, int] | None
@@ -78,7 +78,7 @@ def matrix_bytes(outputs: int, inputs: int, *, itemsize: int, quantize: str | No
     """Return the bytes of a matrix; int8 has 1 byte a weight, int4 a half, and both have 4 bytes a group."""
     if quantize is None:
         return outputs * inputs * itemsize
-    filled_up = -(-outputs // LANES) * LANES
+    filled_up = -(-outputs // PANEL) * PANEL
     return filled_up * (inputs * {"int8": 8, "int4": 4}[quantize] // 8 + inputs // GROUP * 4)
 
 

@@ -45,16 +45,17 @@ def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: se
 
 
 def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
-    runner = NativeRunner(folder)
-    native = runner.describe(model)
+    """Set the native runner. Raises NoNativeCode and Unsupported if it may not run this model on this machine."""
+    runner = NativeRunner(folder)  # compiles the code
+    native = runner.describe(model)  # checks modules (supported.py) and tensors; every call compares (fingerprint.py)
     check_cache(native, model.new_cache(), model.rope)
     weights = quantized_weights(model).values()
     formats: set[Format | None] = {weight.format for weight in weights}
     formats |= {None} if native.mixed else set()
-    check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)
+    check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)  # its numbers
     check_blocks(folder, weights)
     if trial:
-        runner.plain = plain_calls(model, runner, folder)
+        runner.plain = plain_calls(model, runner, folder)  # its speed
     model.runner = runner
     logger.debug("fast: native code for %s", runner.instructions)  # what runs is in `model.execution`
     if runner.plain:

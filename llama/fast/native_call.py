@@ -1,29 +1,86 @@
-"""A call of the native forward: what it reads, and the memory that it computes in, for one step or many.
+"""The native forward, and a call of it: what it reads, and the memory that it computes in, for one step or many.
 
 Also chooses tokens from its logits. Knows no modules, and not how memory is reserved in a cache.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, c_bool, c_int64
+from ctypes import Array, addressof, byref, c_bool, c_char_p, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
+from llama.fast.native_build import load_library
 from llama.fast.native_caches import CacheRoom
-from llama.fast.native_library import Choice, Groups, NativeBatch, NativeForward, NativeModel
+from llama.fast.native_structs import Choice, Groups, Matrix, NativeBatch, NativeModel
 from llama.rows import Rows
-from llama.sampling import Sampler, Sampling
+from llama.sampling import Sampling
+
+SOURCE = Path(__file__).with_name("native") / "forward.cpp"
+
+
+class NativeForward:
+    """The functions of native code, of which `Transformer.forward` defines the results.
+
+    The forward of each kind of numbers and of products is a library of its own, compiled when a model first needs it.
+
+    instructions: the CPU instructions that the code was compiled for.
+    code: a name that differs whenever the sources, the flags or the CPU differ, see native_build.py.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        library = load_library(SOURCE.with_name("common.cpp"), folder)
+        self._choose = library.choose_tokens
+        self._choose.restype, self._choose.argtypes = None, (c_void_p,)
+        self._unpack = library.unpack
+        self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+        library.instructions.restype = c_char_p
+        self.instructions: str = library.instructions().decode()
+        self.code = f"{SOURCE.stem}-{Path(library._name).stem.rpartition('-')[2]}"
+        self._folder = folder
+        self._forwards: dict[tuple[int, int], Any] = {}
+
+    def load(self, model: NativeModel) -> Any:
+        """Return the forward of models of this kind; compile it if necessary. Raises NoNativeCode."""
+        kind = model.bfloat16, model.activations
+        if kind not in self._forwards:
+            number = "bfloat" if model.bfloat16 else "float"
+            product = f"Packed<{model.activations}, {number}>" if model.activations else f"Plain<{number}>"
+            forward = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}")).forward
+            forward.restype, forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
+            self._forwards[kind] = forward
+        return self._forwards[kind]
+
+    def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
+        """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
+        size: int = self.load(model)(byref(model), byref(batch), room)
+        return size
+
+    def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
+        """Return panels of a mapped matrix, from column `first` on, as a packed matrix in memory at address `room`."""
+        panel = Matrix()
+        self._unpack(byref(matrix), first, panels, room, byref(panel))
+        return panel
+
+    def choose(self, choice: Choice) -> None:
+        """Write the token of each row to `choice.ids`: -1 if a logit of the row is not finite."""
+        self._choose(byref(choice))
 
 
 class NativeCall:
     """One call of the native forward, which may run again for other tokens at other starts.
 
-    whole: whether it computes the logits of all tokens. cache: the memory reserved for it; None: it uses no cache.
-    logits: (rows, width or 1, vocab), of the last run, until the next. can_repeat: whether the embedding has every id
-    that may be chosen from them. positions: the number of those whose angles it has. All memory that native code reads
-    stays allocated as long as this object, whatever another thread does to the model or the cache.
+    All memory that native code reads stays allocated as long as this object, whatever another thread does to the model
+    or the cache.
+
+    whole: the call computes the logits of all tokens.
+    cache: the memory reserved for the call; None: it uses no cache.
+    logits: (rows, width or 1, vocab), of the last run, until the next.
+    can_repeat: every id that the head can choose has an embedding.
+    positions: how many positions the RoPE table covers.
     """
 
     def __init__(
@@ -97,13 +154,12 @@ class NativeSampler:
         self._run, self._call, self._batch = run, call, batch
         self.logits = call.logits[:, 0]
         self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        plain = type(batch.sampler) is Sampler
-        seen = batch.sampler.seen if plain else None
+        seen = batch.sampler.seen
         self._choice = choice_by(batch.request.sampling, self._ids, seen)
         self._seen: list[Array[c_bool]] = []  # the rows of `seen`
         if seen is not None:
             self._seen = [(c_bool * len(row)).from_address(row.data_ptr()) for row in seen]
-        self._serves = plain and all(len(marks) == vocab for marks in self._seen)
+        self._serves = all(len(marks) == vocab for marks in self._seen)
         if self._serves:
             call.choose_by(self._choice)
 

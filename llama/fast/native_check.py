@@ -15,14 +15,15 @@ import torch
 from llama.args import ModelArgs
 from llama.exact.batch_invariance import first_difference
 from llama.fast.native_caches import KINDS
+from llama.fast.native_call import NativeForward
 from llama.fast.native_description import mapped_matrix
-from llama.fast.native_library import Choice, NativeForward
 from llama.fast.native_runner import NativeRunner
+from llama.fast.native_structs import Choice
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache, QuestCache, ScoredCache
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
-from llama.quant.packed import LANES, Format, MappedWeight, PackedWeight, QuantizedWeight
+from llama.quant.packed import PANEL, Format, MappedWeight, PackedWeight, QuantizedWeight
 from llama.sampling import Sampling, choose
 
 # Sizes that reach every loop: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
@@ -113,13 +114,13 @@ def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
     native, stream = NativeForward(folder), torch.Generator("cpu").manual_seed(0)
     for weight in kinds.values():
         columns = 2 * weight.shape[1] // weight.raw.shape[1]  # two blocks
-        size = (3 * LANES, 2, weight.raw.shape[2])
+        size = (3 * PANEL, 2, weight.raw.shape[2])
         raw = torch.randint(256, size, generator=stream, dtype=torch.uint8, device="cpu")
         mapped = MappedWeight(columns, weight.format, raw, weight.block, weight.split)
         packed = PackedWeight(len(raw), columns, weight.format)
         packed.take(0, mapped.parts(0, len(raw)))
-        room = torch.empty(4 * columns * LANES, dtype=torch.uint8, device="cpu")
-        found = native.unpack(mapped_matrix(mapped), LANES, 2, room.data_ptr())  # the second panel, and the third
+        room = torch.empty(4 * columns * PANEL, dtype=torch.uint8, device="cpu")
+        found = native.unpack(mapped_matrix(mapped), PANEL, 2, room.data_ptr())  # the second panel, and the third
         for name, part in packed.named_parameters():
             expected = part[1:].contiguous().view(torch.uint8).numpy().tobytes()
             if ctypes.string_at(getattr(found, "weight" if name == "codes" else name), len(expected)) != expected:

@@ -10,26 +10,17 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from llama.fast.native_library import Layer, Matrix, NativeModel
+from llama.fast.native_structs import Layer, Matrix, NativeModel
 from llama.fast.supported import Unsupported, check_modules
 from llama.model import RMSNorm, Transformer, TransformerBlock
+from llama.quant.gguf_types import KINDS
 from llama.quant.layers import PackedEmbedding, PackedLinear, quantized_weights
-from llama.quant.packed import Format, MappedWeight, QuantizedWeight, part_sizes
-from llama.untrusted.gguf_sizes import FILE_BLOCKS
+from llama.quant.packed import MappedWeight, QuantizedWeight, part_sizes
 
 # The packed weights that native code reads: bits, span, and whether there are zeros.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
-# The blocks of a .gguf file that native code reads: their type number in the file, and their format.
-_BLOCKS = {
-    "Q4_0": (2, Format(4, offset=8)),
-    "Q4_1": (3, Format(4)),
-    "Q5_0": (6, Format(5, offset=16)),
-    "Q5_1": (7, Format(5)),
-    "Q8_0": (8, Format(8, offset=128)),
-    "Q4_K": (12, Format(4, nested=True)),
-    "Q5_K": (13, Format(5, nested=True)),
-    "Q6_K": (14, Format(6, span=16, offset=32, nested=True)),
-}
+# The blocks of a .gguf file that native code reads, and their type numbers in the file.
+_BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 _MULTIPLE = 32  # numbers that native code processes at a time
 
 
@@ -158,10 +149,10 @@ def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, native: N
 
 def mapped_matrix(weight: MappedWeight) -> Matrix:
     """Return a matrix of a file's blocks as native code reads it. Raises Unsupported."""
-    number, format = _BLOCKS.get(weight.block, (0, None))
-    if format is None or format != weight.format:
-        raise Unsupported(f"there is no native code for {weight.format} in blocks of {weight.block}")
+    format, kind = weight.format, KINDS[weight.block]
+    if weight.block not in _BLOCKS or format != kind.format:
+        raise Unsupported(f"there is no native code for {format} in blocks of {weight.block}")
     rows, columns = weight.shape
-    length, size = FILE_BLOCKS[weight.block]
-    place = check_tensor(weight.raw, (rows, columns // length, size), torch.uint8)
-    return Matrix(weight=place, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0, block=number)
+    place = check_tensor(weight.raw, (rows, columns // kind.block, kind.size), torch.uint8)
+    sizes = {"columns": rows, "length": columns, "bits": format.bits, "offset": format.offset or 0}
+    return Matrix(weight=place, block=_BLOCKS[weight.block], **sizes)

@@ -17,9 +17,9 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import NativeCache, check_cache, steps_left, stored_ends
-from llama.fast.native_call import NativeCall, NativeSampler, choice_by
+from llama.fast.native_call import NativeCall, NativeForward, NativeSampler, choice_by
 from llama.fast.native_description import check_tensor, describe
-from llama.fast.native_library import NativeForward, NativeModel
+from llama.fast.native_structs import NativeModel
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache
@@ -34,11 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 class NativeRunner:
-    """Run a forward as one native function, over the model's own weights and a text's cache. `forwards` counts them.
+    """Run a forward as one native function, over the model's own weights and a text's cache.
 
-    It stores nothing of a call, so any threads may compute any number of texts at a time. It leaves the kinds of calls
-    in `plain` to the plain path, see `native_trial`. With `exact` set, it runs these too, and raises ValueError instead
-    of leaving a forward to the plain path, which gives other bits.
+    It stores nothing of a call, so any threads may compute any number of texts at a time.
+
+    instructions, code: those of `NativeForward`.
+    forwards: how many forwards native code has run.
+    plain: the kinds of calls that the plain path runs, see `native_trial`.
+    exact: if set, native code runs these too, and a forward that it cannot run raises ValueError: the plain path gives
+    other bits.
+    watch: called before each step of a stepper with the number of rows, and 1.
     """
 
     name = "native"
@@ -108,8 +113,10 @@ class NativeRunner:
     ) -> NativeCall | None:
         """Return a call with memory in the cache, or None if the plain path has to compute it; log the reason once.
 
-        A call of a kind in `plain` logs nothing. whole: whether it computes the logits of all tokens. described: the
-        model as it was described, if no other code ran since; else it is compared again.
+        A call of a kind in `plain` logs nothing.
+
+        whole: compute the logits of all tokens.
+        described: the model's description, if no other code has run since; None: the model is compared again.
         """
         if CallKind.of(len(rows.starts), rows.width) in self.plain and not self.exact:
             return None

@@ -31,9 +31,10 @@ from llama.stepper import CallKind
 logger = logging.getLogger(__name__)
 
 FASTER = 1.1  # how many times as fast the plain path has to be
-TRIES = 3  # the fastest counts, of the two paths in turn
-CLEARLY = 1.5  # fewer tries are enough if native code is so many times as fast
-LONG, ENOUGH = 0.3, 1.0  # seconds of all tries after which the first call counts, and after which no other follows
+TRIES = 3  # of the two paths in turn; the fastest counts
+CLEARLY = 1.5  # stop after fewer tries if native code is so many times as fast
+LONG = 0.3  # a first call that takes more seconds counts as a try
+ENOUGH = 1.0  # stop trying after so many seconds in total
 CALLS = {  # rows, and tokens per row
     CallKind(prompt=True, many=False): (1, 64),
     CallKind(prompt=True, many=True): (16, 16),
@@ -101,7 +102,7 @@ def _time(model: Transformer, runner: NativeRunner, rows: int, width: int) -> tu
                 took.append(time.perf_counter() - began)
             spent += sum(took)
             if attempt == 0 and spent < LONG:
-                continue  # the first calls allocate, which decides only if they are short
+                continue  # a short first call mostly allocates
             fastest = list(map(min, fastest, took))
             clear = fastest[0] >= CLEARLY * fastest[1] and (attempt > 1 or spent > LONG)
             if clear or spent > ENOUGH:

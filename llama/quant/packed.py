@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 GROUP = 32  # weights of an output whose codes are contiguous
 SUPERBLOCK = 256  # weights of an output that share the factor of their nested scales; ggml's word
-LANES = 16  # outputs of a panel: their groups alternate, so that one CPU vector has the same weights of each
+PANEL = 16  # outputs of a panel: their groups alternate, so that one CPU vector has the same weights of each
 _ROWS = 128  # outputs that are dequantised at a time: they fit into a CPU's inner cache
 
 
@@ -101,7 +101,7 @@ class QuantizedWeight(nn.Module):
 
     def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of at most `most` outputs, but at least 16; each start is a multiple of 16."""
-        step = max(LANES, most // LANES * LANES)
+        step = max(PANEL, most // PANEL * PANEL)
         return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
 
 
@@ -142,27 +142,27 @@ class PackedWeight(QuantizedWeight):
     def take(self, start: int, parts: Parts) -> None:
         """Store the parts of the outputs from `start` on, whole panels only. Raises ValueError."""
         count = len(parts.codes)
-        if start % LANES or (count % LANES and start + count != self.shape[0]):
-            raise ValueError(f"outputs {start} to {start + count} do not end with a panel of {LANES}")
-        panels = slice(start // LANES, -(-(start + count) // LANES))
+        if start % PANEL or (count % PANEL and start + count != self.shape[0]):
+            raise ValueError(f"outputs {start} to {start + count} do not end with a panel of {PANEL}")
+        panels = slice(start // PANEL, -(-(start + count) // PANEL))
         for held, part in zip(self._held(), parts, strict=True):
             assert (held is None) == (part is None), "the parts are of another format"
             if held is None or part is None:
                 continue
             if part.dtype == torch.uint8:  # copies words, not bytes
                 held, part = (bytes.view(torch.int32)[..., 0] for bytes in (held, part.clone()))
-            padded = F.pad(part, (0, 0) * (part.ndim - 1) + (0, -count % LANES))
-            held[panels] = torch.unflatten(padded, 0, (-1, LANES)).movedim(1, -1)
+            padded = F.pad(part, (0, 0) * (part.ndim - 1) + (0, -count % PANEL))
+            held[panels] = torch.unflatten(padded, 0, (-1, PANEL)).movedim(1, -1)
 
     def parts(self, start: int, stop: int) -> Parts:
-        first, last = start // LANES, -(-stop // LANES)
-        wanted = slice(start - first * LANES, stop - first * LANES)
+        first, last = start // PANEL, -(-stop // PANEL)
+        wanted = slice(start - first * PANEL, stop - first * PANEL)
         codes, *others = self._held()
         found: list[Any] = [None if part is None else part[first:last].mT.flatten(0, 1)[wanted] for part in others]
         return Parts(codes[first:last].movedim(3, 1).flatten(0, 1)[wanted], *found)
 
     def parts_at(self, ids: Tensor) -> Parts:
-        panels, lanes = ids // LANES, ids % LANES
+        panels, lanes = ids // PANEL, ids % PANEL
         codes, *others = self._held()
         found: list[Any] = [None if part is None else part[panels, :, lanes] for part in others]
         return Parts(codes[panels, :, :, lanes], *found)
@@ -198,11 +198,11 @@ class MappedWeight(QuantizedWeight):
 
 def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of every part of a matrix of this format, by name."""
-    panels, has_zeros = -(-out_features // LANES), format.offset is None
-    share = (panels, in_features // format.span, LANES), torch.int8 if format.nested else torch.float16
-    unit = (panels, in_features // SUPERBLOCK, LANES), torch.float16
+    panels, has_zeros = -(-out_features // PANEL), format.offset is None
+    share = (panels, in_features // format.span, PANEL), torch.int8 if format.nested else torch.float16
+    unit = (panels, in_features // SUPERBLOCK, PANEL), torch.float16
     parts = {
-        "codes": ((panels, in_features // GROUP, format.bits, LANES, 4), torch.uint8),
+        "codes": ((panels, in_features // GROUP, format.bits, PANEL, 4), torch.uint8),
         "scales": share,
         "zeros": share if has_zeros else None,
         "scale_units": unit if format.nested else None,

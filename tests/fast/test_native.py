@@ -33,7 +33,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.batch import NonFiniteLogits
-from llama.fast import native_library
+from llama.fast import native_call
 from llama.fast.choose import make_fast
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_check import check_blocks, check_library, trial_model
@@ -335,7 +335,7 @@ def test_a_forward_is_compiled_when_a_model_needs_it_and_the_plain_path_runs_if_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiled: list[str] = []
-    known = native_library.load_library
+    known = native_call.load_library
 
     def load(source: Path, folder: Path, defines: Sequence[str] = ()) -> Any:
         compiled.append(" ".join((source.name, *defines)))
@@ -343,7 +343,7 @@ def test_a_forward_is_compiled_when_a_model_needs_it_and_the_plain_path_runs_if_
             raise NoNativeCode("no compiler is left")
         return known(source, folder, defines)
 
-    monkeypatch.setattr(native_library, "load_library", load)
+    monkeypatch.setattr(native_call, "load_library", load)
     plain, fast = twins("fp32")
     assert set(compiled) == {"common.cpp", "forward.cpp -DNUMBER=float -DPRODUCT=Plain<float>"}
     tokens = some_tokens(2, 5, vocab_size=VOCAB)

@@ -29,7 +29,7 @@ from native import (
 )
 from tiny import bits, some_tokens
 
-from llama.fast import native_library
+from llama.fast import native_call
 from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 
@@ -122,7 +122,7 @@ def test_wrong_code_is_not_used(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = tmp_path / "sources"
-    shutil.copytree(native_library.SOURCE.parent, sources)
+    shutil.copytree(native_call.SOURCE.parent, sources)
     right, wrong = FAULTS[fault]
     changed = 0
     for file in sources.iterdir():
@@ -130,7 +130,7 @@ def test_wrong_code_is_not_used(
         changed += text.count(right)
         file.write_text(text.replace(right, wrong))
     assert changed == 1
-    monkeypatch.setattr(native_library, "SOURCE", sources / native_library.SOURCE.name)
+    monkeypatch.setattr(native_call, "SOURCE", sources / native_call.SOURCE.name)
     model = model_of("fp32")
     with compiled_with("-O0"), caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, cache_dir() / "native-tests" / fault.replace(" ", "-"))  # the result is cached by folder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from native import cpu_flags, needs_a_compiler
 
-from llama.fast import native_library
+from llama.fast import native_call
 from llama.fast.native_build import FLAGS
 
 pytestmark = needs_a_compiler
@@ -42,7 +42,7 @@ def built(folder: Path, *flags: str, compiler: Sequence[str] = ("c++",)) -> Path
     """Return the program compiled with the library's flags, except those for this CPU, and then with these."""
     program = folder / "kernels"
     usual = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC") and "native" not in flag]
-    files = ["-I", str(native_library.SOURCE.parent), str(PROGRAM), "-o", str(program)]
+    files = ["-I", str(native_call.SOURCE.parent), str(PROGRAM), "-o", str(program)]
     done = subprocess.run([*compiler, *usual, *flags, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return program

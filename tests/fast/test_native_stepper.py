@@ -24,19 +24,18 @@ from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
 from threads import elsewhere, in_threads
 from torch import Tensor
 
-import llama.batch
-import llama.sampling
 from llama.batch import Batch, NonFiniteLogits
 from llama.fast.fingerprint import Snapshot
 from llama.fast.native_caches import CacheRoom, NativeCache
-from llama.fast.native_library import Choice, NativeBatch, NativeForward, NativeModel
+from llama.fast.native_call import NativeForward
 from llama.fast.native_runner import NativeRunner
+from llama.fast.native_structs import Choice, NativeBatch, NativeModel
 from llama.generation import make_stepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
 from llama.request import Options, make_request
 from llama.rows import Rows
-from llama.sampling import Sampler, Sampling, choose
+from llama.sampling import Sampling, choose
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -290,19 +289,6 @@ def test_the_sampler_decides_if_only_native_code_finds_infinite_logits(way: str)
         except NonFiniteLogits as error:
             made.append((error.step, error.row))  # type: ignore[arg-type]
     assert made[0] == made[1]
-
-
-def test_another_class_of_sampler_chooses_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Contrary(Sampler):
-        def __call__(self, logits: Tensor) -> Tensor:
-            return logits.argmin(-1)
-
-    loop, native = pair()
-    before = native.generate_tokens(PROMPTS, 12, **GREEDY)
-    monkeypatch.setattr(llama.batch, "Sampler", Contrary)
-    loop.runner = None
-    after = loop.generate_tokens(PROMPTS, 12, **GREEDY)
-    assert native.generate_tokens(PROMPTS, 12, **GREEDY) == after != before
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------

@@ -1,18 +1,9 @@
-"""The native libraries, and the structs that their functions read: addresses and sizes; `native/` declares the same.
-
-`Transformer.forward` defines the results.
-"""
+"""The structs that native code reads: addresses and sizes. `native/` declares the same."""
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int64, c_void_p
-from pathlib import Path
-from typing import Any
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
 import torch
-
-from llama.fast.native_build import load_library
-
-SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
 
 class Matrix(ctypes.Structure):
@@ -42,12 +33,7 @@ class LayerCache(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values")),
         *((f"{side}_{part}", c_void_p) for side in ("key", "value") for part in ("codes", "scale", "zero")),
-        ("table", c_void_p),
-        ("kept_keys", c_void_p),
-        ("kept_values", c_void_p),
-        ("runs", c_void_p),
-        ("lows", c_void_p),
-        ("highs", c_void_p),
+        *((name, c_void_p) for name in ("table", "kept_keys", "kept_values", "runs", "lows", "highs")),
     )
 
 
@@ -61,12 +47,9 @@ class Groups(ctypes.Structure):
 
 
 class NativeModel(ctypes.Structure):
-    """A model's sizes, and the addresses of its weights. It stores no weight: the caller keeps them in memory.
+    """A model's sizes, and the addresses of its weights. It stores no weight: the caller keeps them in memory."""
 
-    trainable: whether a weight requires a gradient.
-    """
-
-    trainable = False
+    trainable = False  # whether a weight requires a gradient
     _fields_ = (
         ("bfloat16", c_int64),  # 1: norms, cache and plain matrices are bfloat16; 0: float32
         ("activations", c_int64),  # bits of activations in products with packed matrices, 8 or 16; 0: all are plain
@@ -93,14 +76,10 @@ class NativeModel(ctypes.Structure):
 
 class NativeBatch(ctypes.Structure):
     _fields_ = (
-        ("rows", c_int64),
-        ("width", c_int64),
-        ("tokens", c_void_p),
-        ("starts", c_void_p),
-        ("lengths", c_void_p),
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_void_p) for name in ("tokens", "starts", "lengths")),
         ("all", c_int64),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        *((name, c_void_p) for name in ("cos", "sin")),
         ("kind", c_int64),  # of the cache, see KINDS in native_caches.py; 0: no cache
         ("slots", c_int64),
         ("caches", POINTER(LayerCache)),  # of every layer, or null
@@ -131,49 +110,3 @@ class Choice(ctypes.Structure):
         ("ids", c_void_p),
         ("threads", c_int64),  # unless a forward chooses
     )
-
-
-class NativeForward:
-    """The functions of native code. `instructions`: those of the CPU that it was compiled for.
-
-    The forward of each kind of numbers and of products is a library of its own, compiled when a model first needs it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        library = load_library(SOURCE.with_name("common.cpp"), folder)
-        self._choose = library.choose_tokens
-        self._choose.restype, self._choose.argtypes = None, (c_void_p,)
-        self._unpack = library.unpack
-        self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
-        library.instructions.restype = c_char_p
-        self.instructions: str = library.instructions().decode()
-        key = Path(library._name).stem.rpartition("-")[2]  # depends on all sources, flags and CPU, see native_build.py
-        self.code = f"{SOURCE.stem}-{key}"
-        self._folder = folder
-        self._forwards: dict[tuple[int, int], Any] = {}
-
-    def load(self, model: NativeModel) -> Any:
-        """Return the forward of models of this kind; compile it if necessary. Raises NoNativeCode."""
-        kind = model.bfloat16, model.activations
-        if kind not in self._forwards:
-            number = "bfloat" if model.bfloat16 else "float"
-            product = f"Packed<{model.activations}, {number}>" if model.activations else f"Plain<{number}>"
-            forward = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}")).forward
-            forward.restype, forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
-            self._forwards[kind] = forward
-        return self._forwards[kind]
-
-    def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
-        """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
-        size: int = self.load(model)(byref(model), byref(batch), room)
-        return size
-
-    def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
-        """Return panels of a mapped matrix, from column `first` on, as a packed matrix in memory at address `room`."""
-        panel = Matrix()
-        self._unpack(byref(matrix), first, panels, room, byref(panel))
-        return panel
-
-    def choose(self, choice: Choice) -> None:
-        """Write the token of each row to `choice.ids`: -1 if a logit of the row is not finite."""
-        self._choose(byref(choice))
