@@ -42,8 +42,7 @@ struct Barrier {
     }
 };
 
-// Threads that compute together; a single one never waits. room: memory of each thread, for panels of
-// mapped matrices.
+// Threads that compute together; a single one never waits. room: each thread's memory for the panels of a product.
 struct Team {
     Int rank, size;
     Barrier* barrier;

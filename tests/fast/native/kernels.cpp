@@ -6,6 +6,8 @@
 //                                       X ... are some of the numbers. Vectors of another size add in another order.
 //     wrong  NAME                       two results of this build differ, and the program ends
 //
+// With -DKERNELS_ALONE, forwards are left out: they take a compiler most of the time.
+//
 // Tabs separate the parts of a line. A digest has the bits of all numbers of a result; all nan count as one number,
 // because CPUs make different ones.
 
@@ -13,7 +15,11 @@
 #include <string>
 
 #include "common.cpp"
+#include "attention.h"
+#include "products.h"
+#if !defined(KERNELS_ALONE)
 #include "forward.cpp"
+#endif
 
 namespace {
 
@@ -404,6 +410,8 @@ void all_groups() {
     exact("hadamard", x);
 }
 
+#if !defined(KERNELS_ALONE)
+
 // ---- a model -------------------------------------------------------------------------------------------------------
 
 // A model of random weights with all parts of the families.
@@ -499,6 +507,7 @@ struct Texts {
     Int slots() const { return kind == GROUPED ? POSITIONS / how.tokens : kind == PAGED ? POSITIONS / PAGE : POSITIONS; }
 
     // The logits of all rows' tokens, of which each row feeds `lengths` from `starts` on.
+    template <class Product>
     std::vector<float> fed(const Model& model, Int threads) {
         Int width = 0;
         for (const Int length : lengths) width = std::max(width, length);
@@ -510,39 +519,42 @@ struct Texts {
         batch.caches = kind == NONE ? nullptr : caches.data(), batch.groups = how;
         batch.bases = kind == COMPRESSED ? bases.data() : nullptr;
         batch.logits = logits.data(), batch.threads = threads, batch.all = 0;
-        std::vector<char> workspace(forward(&model, &batch, -1) + 64);
+        std::vector<char> workspace(forward_of<T, Product>(model, batch, -1) + 64);
         const auto at = reinterpret_cast<std::uintptr_t>(workspace.data());
         batch.workspace = workspace.data() + (64 - at % 64) % 64;
-        forward(&model, &batch, Int(workspace.size()));
+        forward_of<T, Product>(model, batch, Int(workspace.size()));
         logits.resize(ROWS * M::VOCAB);
         return logits;
     }
 
+    template <class Product>
     std::vector<float> prompt_and_steps(const Model& model, Int threads) {
-        std::vector<float> all = fed(model, threads);
+        std::vector<float> all = fed<Product>(model, threads);
         for (const std::vector<Int>& next : {std::vector<Int>{3, 1, 2}, {1, 1, 1}}) {
             if (kind == NONE) break;
             for (Int r = 0; r < ROWS; r++) starts[r] += lengths[r], lengths[r] = kind == COMPRESSED ? 1 : next[r];
-            const std::vector<float> logits = fed(model, threads);
+            const std::vector<float> logits = fed<Product>(model, threads);
             all.insert(all.end(), logits.begin(), logits.end());
         }
         return all;
     }
 };
 
-template <class T>
+template <class T, class Product>
 void forwards(Int activations, Int bits) {
     const TinyModel<T> tiny(activations, bits);
     std::string name = std::string("forward, ") + name_of(T{});
     if (bits) name += ", " + std::to_string(bits) + " bits, activations " + std::to_string(activations);
     auto run = [&](const std::string& cache, auto... kind) {
-        const std::vector<float> logits = Texts<T>(kind...).prompt_and_steps(tiny.model, 1);
+        const std::vector<float> logits = Texts<T>(kind...).template prompt_and_steps<Product>(tiny.model, 1);
         sums(name + cache, logits);
-        require_start(logits, Texts<T>(kind...).prompt_and_steps(tiny.model, 2), name + cache + ", 2 threads");
+        require_start(logits, Texts<T>(kind...).template prompt_and_steps<Product>(tiny.model, 2), name + cache + ", 2 threads");
     };
     run(", no cache", NONE), run(", static", STATIC), run(", groups", GROUPED), run(", groups before RoPE", GROUPED, true);
     run(", paged", PAGED), run(", compressed", COMPRESSED);
 }
+
+#endif
 
 // ---- choosing ------------------------------------------------------------------------------------------------------
 
@@ -585,6 +597,9 @@ int main() {
     plain_products<float>(), plain_products<bfloat>();
     packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
     all_groups();
-    forwards<float>(0, 0), forwards<bfloat>(0, 0), forwards<float>(8, 4), forwards<float>(16, 8), forwards<bfloat>(16, 5);
+#if !defined(KERNELS_ALONE)
+    forwards<float, Plain<float>>(0, 0), forwards<bfloat, Plain<bfloat>>(0, 0);
+    forwards<float, Packed<8, float>>(8, 4), forwards<float, Packed<16, float>>(16, 8), forwards<bfloat, Packed<16, bfloat>>(16, 5);
+#endif
     choices();
 }
