@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
 from fakes import Ids
 from generations import GREEDY
-from native import ARGS, EVERYTHING, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
+from native import ARGS, EVERYTHING, FOLDER, VOCAB, cases, model_of, needs_a_compiler, served, twins
 from tiny import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama.args import ModelArgs
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Snapshot, check_moment
 from llama.fast.native_build import NoNativeCode
@@ -53,20 +52,35 @@ CONTINUED = {
 FAST_AGAIN = {*CONTINUED, "take_a_layer", "enlarge_the_head", "shrink_the_head", "prune_all_mlps", "to_float"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "args"),
-    [("fp32", ARGS), ("fp32", EVERYTHING), ("int8", EVERYTHING)],
-    ids=["fp32", "fp32, biases and norms", "int8"],
-)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_in_the_middle_of_a_text(change: str, kind: str, args: ModelArgs) -> None:
-    plain, fast = twins(kind, args)
-    assert go_on(plain, fast, TOKENS[:, :30], 0)
-    assert go_on(plain, fast, TOKENS[:, 30:31], 30)
-    for model in (plain, fast):
+# Changes that a snapshot need not see: of numbers, which a step reads at every call, of the switch, and of a cache.
+UNSEEN = {
+    *("edit_in_place", "load_by_copy", "add_to_a_bias", "to_float", "unlike_the_others_uncached"),
+    *("replace_a_method_of_a_cache", "keep_keys_unrotated", "halve_what_is_kept", "put_a_cache_of_ones"),
+}
+FEW = ("add_to_a_bias", "take_a_bias", "load_by_assignment", "use_a_layer_twice", "put_a_cache_of_ones", "halve")
+
+
+def test_a_snapshot_sees_every_change_of_what_a_step_relies_on() -> None:
+    unseen = set()
+    for name, change in CHANGES.items():
+        model = model_of("fp32", EVERYTHING)
+        model(TOKENS[:, :3])
+        before = Snapshot(model)
         with suppress(RuntimeError, ValueError):  # the cache rejects some changes
+            change(model)
+        if before.matches(model):
+            unseen.add(name)
+    assert unseen == UNSEEN
+
+
+@pytest.mark.parametrize("change", cases(CHANGES, *FEW))
+def test_a_change_in_the_middle_of_a_text(change: str) -> None:
+    plain, fast = twins("fp32", EVERYTHING)
+    assert go_on(plain, fast, TOKENS[:, :30], 0)
+    for model in (plain, fast):
+        with suppress(RuntimeError, ValueError):
             CHANGES[change](model)
-    for start, end in ((31, 32), (32, 40)):
+    for start, end in ((30, 31), (31, 40)):
         assert go_on(plain, fast, TOKENS[:, start:end], start) or change not in CONTINUED
     for model in (plain, fast):
         model.free_cache()
@@ -95,15 +109,13 @@ def test_a_change_that_was_undone_is_fast_again() -> None:
     assert go_on(plain, fast, TOKENS[:, 5:6], 5)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("fp32", True), ("int4 in bf16", False)])
+@pytest.mark.parametrize(("kind", "tied"), [("fp32", True), ("int8", False)])
 def test_an_unchanged_model_is_described_once(kind: str, tied: bool) -> None:
     _, fast = twins(kind, replace(ARGS, tied_head=tied))
     assert isinstance(fast.runner, NativeRunner)
     with torch.inference_mode():
         described = fast.runner.describe(fast)
         fast.generate_tokens([[1, 2], [3]], 5)
-        fast.generate_tokens([[1, 2], [3]], 5, kv_caching=False)
-        assert fast.runner.describe(fast.with_kv_caching(False)) is described
         fast(TOKENS)
         fast.kv_caching = False
         fast(TOKENS)
@@ -111,15 +123,7 @@ def test_an_unchanged_model_is_described_once(kind: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("whose", ["the twin's", "the original's"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        *("double", "add_to_a_bias", "edit_in_place", "point_data_elsewhere", "assign_a_parameter", "load_by_copy"),
-        *("hook_that_changes", "replace_a_method_of_an_instance", "wrap_a_module", "change_one_eps", "take_a_layer"),
-        *("change_an_operation", "change_one_operation", "unlike_the_others_uncached", "turn_by_other_angles"),
-        *("be_of_another_class", "change_the_order_of_layers", "replace_a_method_of_the_model"),
-    ],
-)
+@pytest.mark.parametrize("change", ["edit_in_place", "assign_a_parameter", "hook_that_changes", "take_a_layer"])
 def test_a_change_of_one_of_two_that_differ_in_the_switch(change: str, whose: str) -> None:
     """Some changes reach the other model too; the fast step computes each of them."""
     pairs = [(model, model.with_kv_caching(False)) for model in twins("fp32")]
@@ -225,7 +229,7 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", cases(MOMENTS, "autocast", "default device meta", "hook for all modules"))
 def test_a_moment_in_the_middle_of_a_text(moment: str) -> None:
     plain, fast = twins("fp32")
     coarse = moment == "autocast"
@@ -241,7 +245,7 @@ def test_a_moment_in_the_middle_of_a_text(moment: str) -> None:
     assert go_on(plain, fast, TOKENS[:, :9], 0)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", cases(MOMENTS, "function mode", "gradients wanted"))
 def test_a_generation_in_a_moment(moment: str) -> None:
     """Native code runs neither its prompt nor its steps, or both; also after texts whose memory is freed."""
     plain, fast = twins("fp32")
@@ -267,7 +271,7 @@ TRANSFORMS: dict[str, Callable[[Transformer], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", cases(TRANSFORMS, "torch.func"))
 def test_transformations_use_the_modules(transform: str) -> None:
     plain, fast = twins("fp32", replace(ARGS, n_layers=1))
     assert torch.equal(TRANSFORMS[transform](fast), TRANSFORMS[transform](plain))
@@ -275,6 +279,7 @@ def test_transformations_use_the_modules(transform: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_compiled_model_are_not_native() -> None:
     plain, fast = twins("fp32", replace(ARGS, n_layers=1))
     fast.compile(backend="eager")
@@ -326,10 +331,10 @@ TOKEN_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TOKEN_KINDS)
-def test_tokens_of_any_kind_give_the_plain_result(kind: str) -> None:
+def test_tokens_of_any_kind_give_the_plain_result() -> None:
     plain, fast = twins("fp32")
-    go_on(plain, fast, TOKEN_KINDS[kind](TOKENS), 0)
+    for kind in TOKEN_KINDS.values():
+        go_on(plain, fast, kind(TOKENS), 0)
 
 
 # ---- copies, memory, log ---------------------------------------------------------------------------------------------
@@ -407,9 +412,9 @@ class Labelled(Tensor):
     """A subclass, whose operations may differ."""
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
+def test_native_code_reads_only_tensors_of_the_expected_layout() -> None:
+    assert check_tensor(torch.ones(4, 8), (4, 8), torch.float32)
+    for tensor in (
         torch.ones(4, 8, device="meta"),
         torch.ones(4, 8).to_sparse(),
         torch.ones(4, 8).as_subclass(Labelled),
@@ -417,10 +422,6 @@ class Labelled(Tensor):
         torch.ones(8, 4),
         torch.ones(8, 4).t(),
         misaligned(torch.ones(4, 8)),
-    ],
-    ids=["on no device", "sparse", "a subclass", "another dtype", "another shape", "strided", "misaligned"],
-)
-def test_native_code_reads_only_tensors_of_the_expected_layout(tensor: Tensor) -> None:
-    assert check_tensor(torch.ones(4, 8), (4, 8), torch.float32)
-    with pytest.raises(Unsupported):
-        check_tensor(tensor, (4, 8), torch.float32)
+    ):
+        with pytest.raises(Unsupported):
+            check_tensor(tensor, (4, 8), torch.float32)

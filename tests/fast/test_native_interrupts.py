@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from interrupts import Sessions, Texts, failing_at, interrupted, lines_of
-from native import ARGS, needs_a_compiler, served, twins
+from native import ARGS, cases, needs_a_compiler, served, twins
 from tiny import some_tokens
 
 pytestmark = needs_a_compiler
@@ -23,16 +23,9 @@ def interrupt(kind: str, count: int) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["static", "paged"])
-def test_after_an_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt(kind, 4)
-
-
-@pytest.mark.slow
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt(kind, 150)
+@pytest.mark.parametrize(("kind", "count"), cases([("paged", 4), *((kind, 60) for kind in KINDS)], ("paged", 4)))
+def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) -> None:
+    interrupt(kind, count)
 
 
 @torch.inference_mode()
@@ -54,7 +47,7 @@ def test_native_code_reads_layers_of_which_a_call_has_grown_some() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, "adakv:0.3"))
 def test_a_call_that_was_interrupted_or_failed_is_followed_by_a_call_from_0_alone(kind: str) -> None:
     _, fast = twins("fp32", ARGS)
     text, base = some_tokens(1, 60, vocab_size=ARGS.vocab_size), fast.new_cache(kind)
@@ -75,9 +68,9 @@ def test_a_call_that_was_interrupted_or_failed_is_followed_by_a_call_from_0_alon
         assert torch.equal(step(cache=cache), step(cache=base.copy()))
 
 
-@pytest.mark.parametrize("kind", ["static", "paged", "int8"])
+@pytest.mark.parametrize("kind", cases(["static", "paged", "int8"], "paged"))
 def test_after_an_interrupt_a_session_goes_on(kind: str) -> None:
     _, fast = twins("fp32", replace(ARGS, vocab_size=258))
     sessions, dice = Sessions(fast, kind, tolerance=1e-3), random.Random(kind)
-    for _ in range(4):
+    for _ in range(3):
         sessions.interrupt(dice)

@@ -20,7 +20,7 @@ from fakes import Ids
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from native import ARGS, FOLDER, VOCAB, cases, needs_a_compiler, served, twins
 from threads import elsewhere, in_threads
 from torch import Tensor
 
@@ -41,6 +41,14 @@ from llama.session import Session
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
 CACHES = ("static", "int8", "int4", "rotated:k4v3+1", "paged", "adakv:0.25")
+each_cache = pytest.mark.parametrize("kv_cache", cases(CACHES, "paged", "adakv:0.25"))
+each_cache_and_way = pytest.mark.parametrize(
+    ("kv_cache", "way"),
+    cases(
+        [*(("static", way) for way in WAYS), *((kv_cache, "sampled in every way") for kv_cache in CACHES[1:])],
+        *(("static", "greedy"), ("rotated:k4v3+1", "sampled in every way")),
+    ),
+)
 
 
 class Looping(NativeRunner):
@@ -73,8 +81,7 @@ def watched_steps(model: Transformer) -> Iterator[list[int]]:
 # ---- the same tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
-@pytest.mark.parametrize("way", WAYS)
+@each_cache_and_way
 def test_native_steps_make_the_tokens_of_plain_steps(way: str, kv_cache: str) -> None:
     loop, native = pair(kv_cache=kv_cache)
     for prompts, room in ((PROMPTS, [40, 9, 33]), (PROMPTS[:2], [2, 2])):
@@ -87,7 +94,9 @@ def test_native_steps_make_the_tokens_of_plain_steps(way: str, kv_cache: str) ->
         assert served(loop) - before[0] == served(native) - before[1] >= max(room) - 1
 
 
-@pytest.mark.parametrize(("kind", "way"), [("int8", "sampled in every way"), ("int4", "greedy"), ("bf16", "sampled")])
+@pytest.mark.parametrize(
+    ("kind", "way"), cases([("int8", "sampled in every way"), ("bf16", "sampled")], ("int8", "sampled in every way"))
+)
 def test_native_steps_of_other_weights_make_the_tokens_of_plain_steps(way: str, kind: str) -> None:
     loop, native = pair(kind)
     assert native.generate_tokens(PROMPTS, 20, **WAYS[way]) == loop.generate_tokens(PROMPTS, 20, **WAYS[way])
@@ -98,29 +107,25 @@ def short_pair(kv_cache: str) -> tuple[Transformer, Transformer]:
     return pair(kv_cache=kv_cache, max_seq_len=80)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_batch_with_any_lengths_and_any_stops(data: st.DataObject) -> None:
     prompts, room, stops, how = data.draw(any_batch(VOCAB, most_stops=40))
     loop, native = short_pair(data.draw(st.sampled_from(CACHES)))
     before = served(loop), served(native)
-    try:
-        torch.set_num_threads(data.draw(st.integers(1, 2)))
-        theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
-        assert native.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
-    finally:
-        torch.set_num_threads(1)
+    theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
+    assert native.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
     assert served(loop) - before[0] == served(native) - before[1]
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
+@each_cache
 def test_up_to_the_last_position_of_the_model(kv_cache: str) -> None:
     loop, native = pair(kv_cache=kv_cache, max_seq_len=64)
     prompts, room = [[1] * 20, [2] * 63, [3]], [44, 1, 63]
     assert native.generate_tokens(prompts, room, **GREEDY) == loop.generate_tokens(prompts, room, **GREEDY)
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
+@each_cache
 def test_rows_that_share_their_beginning_or_begin_with_a_session(kv_cache: str) -> None:
     prompts = [[4] * 35 + [n] for n in range(3)]
     made = []
@@ -131,36 +136,6 @@ def test_rows_that_share_their_beginning_or_begin_with_a_session(kv_cache: str) 
         assert shared == model.generate_tokens(prompts, 20, **GREEDY)
         made.append((shared, model.generate_tokens(prompts, 20, prefix=session, **GREEDY)))
     assert made[0] == made[1]
-
-
-@pytest.mark.parametrize(("kv_cache", "stored"), [("int8", "_ends"), ("paged", "tables"), ("adakv:0.25", "_ends")])
-def test_the_caches_store_for_each_row_what_they_store_for_plain_steps(
-    kv_cache: str, stored: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[Any]] = []
-    caches: list[Cache] = []
-    made = Transformer.new_cache
-    monkeypatch.setattr(
-        Transformer, "new_cache", lambda *given, **how: caches.append(made(*given, **how)) or caches[-1]
-    )  # type: ignore[func-returns-value]
-    for model in pair(kv_cache=kv_cache):
-        for room in ([20, 4, 9], [17, 17, 17]):
-            model.generate_tokens(PROMPTS, room, **GREEDY)
-            seen.append([copy.deepcopy(getattr(cache, stored)) for cache in caches[-1].layers])
-    assert seen[:2] == seen[2:]
-    assert [{len(rows) for rows in layers} for layers in seen[:2]] == [{1}, {3}]  # rows that have ended have left
-
-
-def test_a_stop_string_ends_the_text_at_the_same_step() -> None:
-    loop, native = pair()
-    first = loop.generate(Ids(), [[1, 2, 3]], 20, **GREEDY)[0]["ids"]  # type: ignore[arg-type]
-    made = []
-    for model in (loop, native):
-        before = served(model)
-        (result,) = model.generate(Ids(), [[1, 2, 3]], 20, stop=f" {first[7]} ", **GREEDY)  # type: ignore[arg-type]
-        made.append((result, served(model) - before))
-    assert made[0] == made[1]
-    assert made[0][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
@@ -196,16 +171,22 @@ def native() -> NativeRunner:
 
 
 def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None, seen: Tensor | None = None) -> list[int]:
-    """Return what native code chooses, the same with 1 and 3 threads."""
-    draws, by_threads = torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws, []
+    """Return what native code chooses."""
+    draws = torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws
+    return native().choose(logits, sampling, draws, seen)
+
+
+def test_two_threads_choose_what_one_chooses() -> None:
+    stream = torch.Generator().manual_seed(0)
+    draws, made = torch.rand(5, generator=stream, dtype=torch.float64), []
+    logits = [2 * torch.randn((5, vocab), generator=stream) for vocab in (1, 16, 513, 5000)]
     try:
-        for threads in (1, 3):
+        for threads in (1, 2):
             torch.set_num_threads(threads)
-            by_threads.append(native().choose(logits, sampling, draws, seen))
+            made.append([chosen(some, Sampling(0.9, top_p=0.9, top_k=40), draws) for some in logits])
     finally:
         torch.set_num_threads(1)
-    assert by_threads[0] == by_threads[1]
-    return by_threads[0]
+    assert made[0] == made[1]
 
 
 def check_choice(ours: list[int], theirs: Tensor) -> int:
@@ -214,7 +195,7 @@ def check_choice(ours: list[int], theirs: Tensor) -> int:
     return ours.count(Choice.TOO_NEAR)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     vocab=st.one_of(st.integers(1, 70), st.sampled_from([511, 512, 513, 2047, 2049, 5000, 49152])),
     spread=st.sampled_from([0.0, 1e-30, 1e-6, 0.1, 2.0, 10.0, 1e4, 1e30]),
@@ -244,7 +225,7 @@ def test_native_code_chooses_what_the_sampler_chooses(
     check_choice(chosen(logits, sampling, draws, seen), theirs)
 
 
-@pytest.mark.parametrize("spread", [0.4, 2.5, 8.0])
+@pytest.mark.parametrize("spread", cases([0.4, 2.5, 8.0], 2.5))
 def test_native_code_decides_nearly_every_draw(spread: float) -> None:
     stream = torch.Generator().manual_seed(0)
     logits = torch.randn((32, 49152), generator=stream).mul(spread)
@@ -257,7 +238,7 @@ def test_native_code_decides_nearly_every_draw(spread: float) -> None:
         assert check_choice(chosen(logits, sampling, draws), choose(logits, sampling.settings, None, draws)[0]) <= 1
 
 
-@pytest.mark.parametrize("way", ["sampled", "sampled in every way"])
+@pytest.mark.parametrize("way", cases(["sampled", "sampled in every way"], "sampled in every way"))
 def test_the_sampler_draws_what_native_code_does_not_decide(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, native = pair()
     expected = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
@@ -276,7 +257,7 @@ def test_the_sampler_draws_what_native_code_does_not_decide(way: str, monkeypatc
     assert len(calls) == 29
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", cases(WAYS, "sampled"))
 def test_the_sampler_decides_if_only_native_code_finds_infinite_logits(way: str) -> None:
     """Sums of numbers near the end of float32 overflow in one order and not in another."""
     made = []
@@ -306,8 +287,13 @@ def state_of(session: Session) -> list[Any]:
     return [session.tokens, session.fed, session._held, session._written, logits, parts]
 
 
-@pytest.mark.parametrize("kv_cache", CACHES)
-@pytest.mark.parametrize("way", ["greedy", "sampled in every way"])
+@pytest.mark.parametrize(
+    ("kv_cache", "way"),
+    cases(
+        [("static", "greedy"), *((kv_cache, "sampled in every way") for kv_cache in CACHES)],
+        *(("static", "greedy"), ("rotated:k4v3+1", "sampled in every way")),
+    ),
+)
 def test_native_and_plain_steps_leave_a_session_in_the_same_state(way: str, kv_cache: str) -> None:
     how: Options = {**WAYS[way], "seed": 5, "echo": False}
     tokenizer = Stopping()
@@ -401,11 +387,14 @@ BETWEEN = {
     **{change.__name__: change for change in (replace_the_runner, put_another_runner, hook_the_model)},
     **{change.__name__: change for change in (switch_off_each_layer, limit_the_length, choose_another_kind)},
     "choose_what_is_no_token": choose_what_is_no_token,
-    **CHANGES,
+    **{
+        change: CHANGES[change]
+        for change in ("edit_in_place", "double", "take_a_layer", "replace_a_method_of_the_model")
+    },
 }
 
 
-@pytest.mark.parametrize("change", BETWEEN)
+@pytest.mark.parametrize("change", BETWEEN)  # `test_changed_models` has all changes
 def test_a_change_between_two_tokens_of_a_stream_takes_effect_at_the_next_token(change: str) -> None:
     outcomes = []
     for model in pair():
@@ -457,21 +446,6 @@ def test_a_change_of_a_sessions_cache_takes_effect_at_the_next_token(change: Cal
     assert outcomes[0] == outcomes[1]
 
 
-def test_an_id_that_the_embedding_does_not_have_is_not_fed() -> None:
-    outcomes: list[list[object]] = []
-    for model in pair(tied_head=False):
-        head = model.output.weight
-        model.output.weight = torch.nn.Parameter(torch.cat([head, 1.05 * head[:5].flip(0)]), requires_grad=False)
-        outcomes.append([])
-        for prompt in range(40):  # some of them choose known tokens first
-            try:
-                outcomes[-1].append(model.generate_tokens([[prompt]], 6, **GREEDY))
-            except IndexError as error:
-                outcomes[-1].append(str(error))
-    assert outcomes[0] == outcomes[1]
-    assert 1 < sum(isinstance(one, str) for one in outcomes[0]) < 40
-
-
 # ---- several texts ---------------------------------------------------------------------------------------------------
 
 
@@ -498,19 +472,18 @@ def test_during_a_step_its_cache_rejects_other_calls_and_the_model_does_not() ->
     assert all("in the middle of another call" in words for words in refused)
 
 
-@pytest.mark.parametrize("kinds", [("static", "int8"), ("int4", "paged")])
-def test_two_texts_at_once_on_one_model_are_each_what_they_are_alone(kinds: tuple[str, str]) -> None:
+def test_two_texts_at_once_on_one_model_are_each_what_they_are_alone() -> None:
     _, model = pair()
     tasks = [
-        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache=kinds[0], **WAYS["greedy"]),
-        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache=kinds[1], **WAYS["sampled"]),
+        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache="int4", **WAYS["greedy"]),
+        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache="paged", **WAYS["sampled"]),
     ]
     before = served(model)
     alone = [task() for task in tasks]
     steps = served(model) - before
-    for _ in range(3):
+    for _ in range(2):
         assert in_threads(*tasks) == alone
-    assert served(model) == before + 4 * steps
+    assert served(model) == before + 3 * steps
 
 
 def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
@@ -519,7 +492,7 @@ def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 7)
     expected = [session.fork().generate(90, temperature=0.9, seed=seed)["ids"] for seed in range(3)]
-    for _ in range(3):
+    for _ in range(2):
         forks = [session.fork() for _ in range(3)]
         made = in_threads(*(partial(fork.generate, 90, temperature=0.9, seed=seed) for seed, fork in enumerate(forks)))
         assert [one["ids"] for one in made] == expected

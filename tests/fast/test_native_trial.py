@@ -56,7 +56,7 @@ class SlowRunner(NativeRunner):
 
 
 class BrokenRunner(NativeRunner):
-    def run(self, call: NativeCall) -> None:
+    def __call__(self, *given: Any, **how: Any) -> None:
         raise AssertionError("a call was timed again")
 
 

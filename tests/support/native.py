@@ -1,11 +1,14 @@
 """Models with native code, their plain twins, and the folder of the code, which is compiled once for all tests."""
 
+import os
 import platform
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,15 +32,46 @@ VOCAB = 101  # not a multiple of any size in native code
 ARGS = tiny_args(
     dim=96, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=32, multiple_of=32, vocab_size=VOCAB, max_seq_len=200
 )
-FAMILIES = {"qwen2": replace(ARGS, attention_bias=True), "qwen3": replace(ARGS, qk_norm=True)}
 EVERYTHING = replace(ARGS, attention_bias=True, qk_norm=True)
 KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
+
+
+def cases(parameters: Iterable[Any], *default: Any) -> list[Any]:
+    """Return parameters of which only those in `default` run without --slow.
+
+    Each kind of weights is a library of its own to compile: by default, those of fp32 and int8 alone.
+    """
+    made = []
+    for one in parameters:
+        values = one if isinstance(one, tuple) else (one,)
+        made.append(one if one in default else pytest.param(*values, marks=pytest.mark.slow))
+    return made
+
+
+each_kind = pytest.mark.parametrize("kind", cases(KINDS, "fp32", "int8"))
 
 
 def cpu_flags() -> set[str]:
     """Return the CPU's flags from Linux's /proc/cpuinfo; none on other systems."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if platform.machine() == "x86_64" and file.exists() else set()
+
+
+# The CPU flag that each architecture needs. GCC chooses other instructions for each CPU of an architecture.
+ARCHITECTURES = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "native": "fma"}
+TUNES = ("generic", "znver2", "znver3", "skylake-avx512", "znver4")
+
+
+def builds_of(architecture: str, tunes: Iterable[str] = TUNES) -> list[tuple[str, str]]:
+    """Return the flags of the builds that the compiler knows; skip the test if this CPU does not run them."""
+    if ARCHITECTURES[architecture] not in cpu_flags():
+        pytest.skip(f"this CPU does not run {architecture}")
+    builds = [(f"-march={architecture}", f"-mtune={tune}") for tune in tunes]
+    commands = [["c++", *flags, "-E", "-x", "c++", os.devnull] for flags in builds]
+    known = [subprocess.run(command, capture_output=True, check=False).returncode == 0 for command in commands]
+    if known.count(True) < 2:
+        pytest.skip(f"this compiler does not know two tunes of {architecture}")
+    return [flags for flags, one in zip(builds, known, strict=True) if one]
 
 
 @contextmanager
