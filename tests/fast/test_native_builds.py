@@ -1,9 +1,9 @@
 """With every compiler and CPU, the bits of native code depend only on the text, or the code is not used.
 
-The suite makes one build; with --every-build, which .ci/run uses, builds for many CPUs, and with sanitizers.
+The suite makes one build; with --every-build, which .ci/run uses, builds for other CPUs, wrong ones, and builds with
+sanitizers.
 """
 
-import itertools
 import logging
 import os
 import shutil
@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_native_caches
 import torch
 from native import (
+    ARCHITECTURES,
     ARGS,
-    KINDS,
     VOCAB,
+    builds_of,
     check_bits,
     compiled_with,
     cpu_flags,
@@ -34,59 +36,45 @@ from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 
 pytestmark = needs_a_compiler
-# GCC chooses other instructions for each CPU of an architecture. Other tests use the builds for znver3 and generic too.
-TUNES = ("generic", "znver2", "znver3", "skylake-avx512", "znver4")
-ARCHITECTURES = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "native": "fma"}  # and the CPU flag that each needs
+CACHES = {
+    "fp32": ("static", "int8", "rotated:k3v5+1", "paged", "adakv:0.25", "quest:32"),
+    "int8 in bf16": ("static", "int4", "kivi:2+1"),
+}
 
 
-def known(*flags: str) -> bool:
-    """Return True if the compiler knows these flags."""
-    command = ["c++", *flags, "-E", "-x", "c++", os.devnull]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_builds_for_one_architecture_have_the_same_bits_however_a_text_is_fed(architecture: str) -> None:
+    """`test_native_kernels` has more tunes."""
+    tokens, made = some_tokens(3, 70, vocab_size=VOCAB), list[list[torch.Tensor]]()
+    for flags in builds_of(architecture, ("generic", "znver3")):
+        made.append([])
+        with compiled_with(*flags):
+            for kind, caches in CACHES.items():
+                check_bits(kind)
+                for kv_cache in caches:
+                    _, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
+                    made[-1].append(bits(torch.cat((fast(tokens), fast(tokens[:, :1], 70)), dim=1)))
+                    assert served(fast) == (1 if kv_cache == "adakv:0.25" else 2)  # its prompt runs on the plain path
+    assert all(map(torch.equal, *made))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--every-build")
-    if "architecture" in metafunc.fixturenames:
-        metafunc.parametrize("architecture", ARCHITECTURES if every else ["x86-64-v3"])
-    if "tune" in metafunc.fixturenames:
-        metafunc.parametrize("tune", TUNES if every else ["znver3"])
-
-
-def flags_of(architecture: str, tune: str) -> tuple[str, ...]:
-    """Return the flags of a build; skip the test if it cannot be made or run here."""
-    flags = f"-march={architecture}", f"-mtune={tune}"
-    if ARCHITECTURES[architecture] not in cpu_flags():
-        pytest.skip(f"this CPU does not run {architecture}")
-    if not known(*flags):
-        pytest.skip(f"this compiler does not know {' '.join(flags)}")
-    return flags
-
-
-def test_every_build_gives_the_same_bits_however_a_text_is_fed(architecture: str, tune: str) -> None:
-    with compiled_with(*flags_of(architecture, tune)):
-        for kind in KINDS:
-            check_bits(kind)
-
-
-def test_builds_for_one_architecture_have_the_same_bits(architecture: str, tune: str) -> None:
-    tokens = some_tokens(3, 70, vocab_size=VOCAB)
-    names = ("static", "int8", "int4", "rotated:k3v5+1", "kivi:2+1", "paged", "adakv:0.25", "quest:32")
-    for kind, kv_cache in zip(itertools.cycle(KINDS), names, strict=False):
-        made = []
-        for one in (tune, "generic"):
-            with compiled_with(*flags_of(architecture, one)):
-                _, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
-                made.append(bits(torch.cat((fast(tokens), fast(tokens[:, :1], 70)), dim=1)))
-                assert served(fast) == (1 if kv_cache == "adakv:0.25" else 2)  # its prompt runs on the plain path
-        assert torch.equal(*made), (kind, kv_cache)
+@pytest.mark.usefixtures("every_build")
+def test_a_cpu_without_conversions_of_float16_reads_and_makes_the_same_groups() -> None:
+    if "fma" not in cpu_flags():
+        pytest.skip("no x86")
+    with compiled_with("-march=x86-64-v3", "-mno-f16c", "-O0"):
+        for kv_cache in test_native_caches.GROUPED:
+            test_native_caches.test_steps_and_chunks_of_ragged_rows_are_the_plain_ones(kv_cache, "fp32")
+            for size in (1e-30, 1.0, 1e30):
+                test_native_caches.test_groups_have_the_bits_of_the_plain_rule(kv_cache, "fp32", size)
 
 
 def test_a_cpu_without_fused_multiply_add_runs_the_plain_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if "fma" not in cpu_flags():
         pytest.skip("no x86")
     model = model_of("fp32")
-    with compiled_with("-march=x86-64"), caplog.at_level(logging.WARNING, "llama"):
+    with compiled_with("-march=x86-64", "-Wfatal-errors"), caplog.at_level(logging.WARNING, "llama"):
         make_fast(model, tmp_path)
     assert model.runner is None
     (said,) = (record.getMessage() for record in caplog.records)
@@ -117,6 +105,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.usefixtures("every_build")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_code_is_not_used(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
