@@ -23,7 +23,7 @@ SCRIPTS = (
 )
 
 # Folders that would compute the answer without the student's code, and the files in them that the rest needs.
-LEFT_OUT = ("llama/fast/", "llama/exact/", "llama/bench/gpu/")
+LEFT_OUT = ("llama/fast/", "llama/exact/")
 NEEDED = ("llama/exact/digest.py",)
 
 

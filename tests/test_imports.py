@@ -96,7 +96,6 @@ MAY_IMPORT = {
     "llama/verify/": ("batch model request session sessions streaming verify", "torch"),
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     # the benchmark: a plan knows no torch, a run no report, a report no run
-    "llama/bench/gpu/": (f"{CORE} bench costs exact fast host quant", "torch"),
     "llama/bench/run/directory.py": ("bench", ""),
     "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai onnxruntime_genai vllm"),
     "llama/bench/run/onnxruntime_engine.py": ("bench checkpoint host model streaming", "torch tokenizers"),
@@ -134,7 +133,6 @@ MAY_IMPORT = {
     ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
-    "scripts/gpu_lab.py": (f"{CORE} bench costs fast host testing", "torch triton numpy transformers"),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 

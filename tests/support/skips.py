@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+import torch
 
 
 def _release(package: str) -> tuple[int, ...]:
@@ -17,3 +18,5 @@ can_interpret = pytest.mark.skipif(
     _release("triton") < (3, 7) and _release("numpy") >= (2, 4),
     reason="Triton's interpreter needs NumPy < 2.4 or Triton >= 3.7",
 )
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

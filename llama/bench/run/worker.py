@@ -131,13 +131,6 @@ def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
     return {"rows": [], "page": page(recording, model=Path(cell.model).absolute().name)}
 
 
-def gpu(cell: Cell, *, part: str) -> dict[str, Any]:
-    """Return the checks of a GPU, see `check_gpu`."""
-    from llama.bench.gpu.checks import check_gpu  # deferred: only this job needs it, and the course leaves it out
-
-    return check_gpu(cell, part=part)
-
-
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": describe_machine,
     "cell": run_cell,
@@ -151,7 +144,6 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "margin": margin,
     "agreement": agreement,
     "watch": watch,
-    "gpu": gpu,
 }
 
 
