@@ -9,7 +9,7 @@ import torch
 
 from llama.fast.graph_ops import GraphOps, compiled, plain_ops
 from llama.fast.graph_runner import GraphRunner, current
-from llama.fast.graph_trial import FEW, MANY, Seconds, fastest, try_steps, with_prompts
+from llama.fast.graph_trial import Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
@@ -71,8 +71,8 @@ def _use_graphs(model: Transformer) -> None:
 
     for together in candidates(model):
         best = fastest(together, trial)
-        if best:
-            model.runner = GraphRunner(with_prompts(model, best[FEW]), best.get(MANY))
+        if best is not None:
+            model.runner = GraphRunner(with_prompts(model, best))
             logger.info("fast: %s", model.execution)
             return
     raise Unsupported("no step works on this GPU")
@@ -83,12 +83,12 @@ def candidates(model: Transformer) -> Iterator[list[GraphOps]]:
 
     Raises Unsupported.
     """
-    weights = GraphRunner().describe(model)
+    layers = GraphRunner().describe(model)
     if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):  # where they were run
         with suppress(ImportError):  # of Triton
             from llama.fast.graph_kernels import TRITON, serves
 
-            if all(serves(layer, model.args.head_dim) for layer in weights.layers):
+            if all(serves(layer, model.args.head_dim) for layer in layers):
                 yield [TRITON]
     for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
         yield [compiled(COMPILER, plain), plain]

@@ -8,8 +8,9 @@ Shapes: h is (rows, dim), or (rows * width, dim) for prompts of `width` tokens; 
 (at least rows, slots, n_kv_heads, head_dim); cos and sin of each token (h's length, 1, head_dim).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from llama.ops import linear, rms_norm
 from llama.rope import rotate
+
+PART = 512  # logits of a part in `argmax`; vocabularies of 128,256 tokens have parts of 256
 
 
 class Attention(NamedTuple):
@@ -201,12 +204,25 @@ def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 def advance(logits: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
     """Choose every row's most likely token, the first of equals, and step on as `step_on` does."""
-    step_on(if_finite(logits, logits.argmax(-1)), tokens, positions, chosen)
+    step_on(if_finite(logits, argmax(logits)), tokens, positions, chosen)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return what `logits.argmax(-1)` returns, (rows,): the largest logit of the part that has the largest one."""
+    parts = _in_parts(logits)
+    largest, places = parts.max(-1)  # the first of equals
+    part = largest.argmax(-1, keepdim=True)
+    return places.gather(-1, part).add(part, alpha=parts.shape[-1])[:, 0]
 
 
 def if_finite(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the chosen ids, (rows,), with -1 for each row that has a logit which is not finite."""
-    return ids.where(logits.sum(-1).isfinite(), -1)
+    return ids.where(_in_parts(logits).sum(-1).sum(-1).isfinite(), -1)
+
+
+def _in_parts(logits: Tensor) -> Tensor:
+    """Return a view, (rows, parts, PART or less): a GPU reduces each part in a block, and a whole row in one only."""
+    return logits.view(len(logits), -1, math.gcd(PART, logits.shape[-1]))
 
 
 def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
@@ -237,36 +253,40 @@ _COUNT = count()
 class Compiled:
     """A function compiled by torch.compile: once for one row, and once for several, for all sizes that vary.
 
-    varying: the places of the arguments whose sizes vary, and the axes of these sizes; a tuple of tensors is one
+    varying: the indices of the arguments whose sizes vary, and the axes of these sizes. A tuple of tensors is one
     argument. A size of 1 does not vary.
+    options: those of Inductor; other backends have none.
     """
 
     def __init__(
-        self, function: Any, backend: str | Callable[..., Any], varying: Mapping[int, Sequence[int]], **options: Any
+        self,
+        function: Any,
+        backend: str | Callable[..., Any],
+        varying: Mapping[int, Sequence[int]],
+        options: Mapping[str, Any],
     ) -> None:
-        self._made_of = function, backend, varying
-        self._options = options
+        self._given = function, backend, varying, options
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, self._given
 
     @cached_property
     def _call(self) -> Callable[..., Any]:  # compiled by the first call, which raises if this Python cannot compile
-        function, backend, _ = self._made_of
+        function, backend, _, options = self._given
         # PyTorch records by a code's name and file which sizes vary; a new name keeps models apart.
         name = f"{function.__name__}_{next(_COUNT)}"
         own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-        options = self._options if backend == "inductor" else None
-        compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=True, options=options)
+        used = dict(options) if backend == "inductor" else None
+        compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=True, options=used)
         return compiled
 
     def __call__(self, *given: Any) -> Any:
-        for place, axes in self._made_of[2].items():
-            for tensor in given[place] if isinstance(given[place], tuple) else (given[place],):
+        for index, axes in self._given[2].items():
+            for tensor in given[index] if isinstance(given[index], tuple) else (given[index],):
                 for axis in axes:
                     if axis < tensor.ndim and tensor.shape[axis] > 1:
                         torch._dynamo.mark_dynamic(tensor, axis)
         return self._call(*given)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Compiled, **self._options), self._made_of
 
 
 def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH, **options: Any) -> GraphOps:
@@ -274,7 +294,7 @@ def compiled(backend: str | Callable[..., Any], ops: GraphOps = PYTORCH, **optio
     options["combo_kernels"] = True  # kernels that can run side by side become one
 
     def made(function: Any, varying: Mapping[int, Sequence[int]]) -> Compiled:
-        return Compiled(function, backend, varying, **options)
+        return Compiled(function, backend, varying, options)
 
     return GraphOps(
         name=ops.name.replace("plain", "compiled"),

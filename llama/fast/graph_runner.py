@@ -9,12 +9,10 @@ are tested without a GPU.
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, islice
 from threading import Lock
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import finalize
 
 import torch
@@ -23,16 +21,17 @@ from torch import Tensor
 from llama.args import Refused
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
+from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, StepBlock, allocate, mark_seen
 from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, prompt_layer, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import RMSNorm, Transformer
-from llama.ops import last_real, without_cudnn
+from llama.ops import last_real
 from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
-from llama.sampling import Sampler, Settings, choose, must_sort
+from llama.sampling import Settings, choose, must_sort
 from llama.stepper import CallKind
 
 logger = logging.getLogger(__name__)
@@ -47,132 +46,36 @@ UNSURE = -2  # the id of a token that the candidates do not decide, see `choose`
 
 PROMPT_CALLS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
 
-Replay = Callable[[], object]
-
-
-class GraphKey(NamedTuple):
-    """What a recorded step does. The numbers that it samples by are read from a buffer at each replay."""
-
-    chooses: tuple[bool, ...]  # which of the Settings are set
-    whole: bool  # whether the whole vocabulary is sorted
-    logprobs: bool
-
-
-class ModelWeights(NamedTuple):
-    """A model as the fast path reads it. trainable: whether a weight may record gradients."""
-
-    layers: list[LayerWeights]
-    trainable: bool
-
-
-@dataclass(eq=False)
-class DecodeBuffers:
-    """The rows of a generation on the device, at the addresses that graphs read and write.
-
-    tokens: (rows, slots), the texts. positions: (rows,), the position of each row's newest token. chosen, logprobs:
-    (rows,), of the last step. draws: (rows,), the random numbers of the next step. numbers: those of the Settings.
-    seen: (rows, vocab), the tokens of each row, for the repetition penalty. cos_sin: the first rows of the RopeTable,
-    which may replace its own by a longer table. cache: static layers of (rows, slots). record: makes graphs. The last
-    slot belongs to no text. model: its description. last: an event behind the latest launch.
-    """
-
-    model: ModelWeights
-
-    tokens: Tensor
-    positions: Tensor
-    chosen: Tensor
-    logprobs: Tensor
-    draws: Tensor
-    numbers: Tensor
-    seen: Tensor
-    cos_sin: tuple[Tensor, Tensor]
-    cache: Cache
-    record: "Recorder"
-    graphs: dict[GraphKey, Replay] = field(default_factory=dict)
-    last: torch.cuda.Event | None = None
-
-    @property
-    def rows(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def slots(self) -> int:
-        return self.tokens.shape[1]
-
-    @property
-    def keys_values(self) -> list[tuple[Tensor, Tensor]]:
-        """The cache's buffers of every layer."""
-        layers = self.cache.layers
-        return [(layer.keys, layer.values) for layer in layers if layer.keys is not None and layer.values is not None]
-
-    def place(self, batch: Batch) -> None:
-        """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
-        mark_seen(batch)
-        rows = torch.tensor(batch.rows, device="cpu").to(self.tokens.device)
-        texts = batch.tokens([0] * len(batch.rows))
-        self.tokens[rows, : texts.shape[1]] = texts
-        self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
-        settings = batch.request.sampling.settings
-        self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))
-        if batch.sampler.seen is not None:
-            self.seen[rows] = batch.sampler.seen
-
-    def state(self) -> list[Tensor]:
-        """Return all that a step changes, except the cache."""
-        return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
-
-    def recorded(self, step: Replay) -> Replay:
-        """Return a step's replay. It is recorded in the slot of no text; the state is restored afterwards."""
-        before = [tensor.clone() for tensor in self.state()]
-        self.positions.fill_(self.slots - 1)
-        with without_cudnn(self.tokens.device):
-            replay = self.record(step)
-        for tensor, was in zip(self.state(), before, strict=True):
-            tensor.copy_(was)
-        return replay
-
-
-def mark_seen(batch: Batch) -> None:
-    """Mark all tokens of the batch's rows in the sampler, if it penalizes them."""
-    if batch.sampler.seen is not None:
-        for place, row in enumerate(batch.rows):
-            batch.sampler.seen[place, batch.texts[row]] = True
-
 
 class GraphRunner:
     """The buffers and graphs of a model's steps, and its calls for prompts. `forwards` counts both.
 
-    ops: the functions of a step with up to FEW_ROWS rows, and of prompts. many: those of a step with more rows. One
-    text at a time uses the buffers; other texts run on the plain path meanwhile.
+    ops: the functions of steps and prompts.
+    in_use: acquired by the one text that uses the buffers; other texts run on the plain path meanwhile.
     """
 
     exact: bool | None = None
 
-    def __init__(
-        self, ops: GraphOps = PYTORCH, many: GraphOps | None = None, *, recorder: "type[Recorder] | None" = None
-    ) -> None:
-        self.ops, self.many, self._recorder = ops, many or ops, recorder or Recorder
-        names = dict.fromkeys((self.ops.name, self.many.name))
-        self.name = self.code = f"CUDA graphs of {' and '.join(names)} kernels"
+    def __init__(self, ops: GraphOps = PYTORCH, recorder: type[Recorder] = Recorder) -> None:
+        self.ops, self._recorder = ops, recorder
+        self.name = self.code = f"CUDA graphs of {ops.name} kernels"
         self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPT_CALLS
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
-        self.in_use = Lock()  # acquired by the text that uses the buffers
+        self.in_use = Lock()
         self._descriptions = Descriptions(_describe)
         self._retired = False
         self._warn = WarnOnce(logger)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = partial(GraphRunner, recorder=self._recorder)  # a copied model has other weights and other graphs
-        return made, (self.ops, self.many)
+        return GraphRunner, (self.ops, self._recorder)  # a copied model has other weights and other graphs
 
-    def ops_for(self, rows: int) -> GraphOps:
-        """Return the functions of a step with so many rows."""
-        return self.many if CallKind.of(rows, 1).many else self.ops
+    def describe(self, model: Transformer) -> list[LayerWeights]:
+        """Return the model's layers: the same list until it changes.
 
-    def describe(self, model: Transformer) -> ModelWeights:
-        """Return the model as the fast path reads it. Raises Unsupported if it would not compute what modules do."""
+        Raises Unsupported for a model whose modules compute something else.
+        """
         return self._descriptions.of(model).description
 
     # ---- prompts, and whole prefixes without a cache -----------------------------------------------------------------
@@ -187,7 +90,8 @@ class GraphRunner:
             return None
         try:
             weights = self.describe(model)
-            if caching_of(model) != (cache is not None) or (weights.trainable and torch.is_grad_enabled()):
+            trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in model.parameters())
+            if caching_of(model) != (cache is not None) or trained:
                 return None  # the modules record gradients
             with current(model.device):
                 made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
@@ -205,31 +109,25 @@ class GraphRunner:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "GraphStepper | None":
-        """Return a stepper for the batch, or None if the plain path has to run it.
-
-        It has to if the caller set `on_step`, and for other samplers than `Sampler`.
-        """
+        """Return a stepper for the batch, or None if the plain path has to run it, for example for an `on_step`."""
         request = batch.request
-        usual = request.on_step is None and type(batch.sampler) is Sampler
-        if self._retired or not usual or self._watched(model):
+        if self._retired or request.on_step is not None or self._watched(model):
+            return None
+        if not self.in_use.acquire(blocking=False):
             return None
         rows, length = len(request.prompts), request.longest
         made: GraphStepper | None = None
-        acquired = False
         try:
-            acquired = self.in_use.acquire(blocking=False)
-            if not acquired:
-                return None
             buffers = self.buffers_for(model, rows, length, _new_cache(model, request, cache))
             if cache is not None and rows == 1:
-                _allocate(cache, 1, length, model)
+                allocate(cache, 1, length, like=model.norm.weight)
             made = GraphStepper(self, model, batch, buffers, cache)
         except Unsupported as why:
             self._warn(why)
         except Exception as error:  # a driver may raise anything
             self.give_up(error, rows, length)
         finally:
-            if acquired and made is None:
+            if made is None:
                 self.in_use.release()
         return made
 
@@ -239,7 +137,7 @@ class GraphRunner:
     def may_step(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self.describe(model) is buffers.model and caching_of(model)
+            same = self.describe(model) is buffers.weights and caching_of(model)
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
@@ -264,7 +162,7 @@ class GraphRunner:
 
     def step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
         """Return a function without arguments that runs one step on the buffers."""
-        ops = self.ops_for(buffers.rows)
+        ops = self.ops
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
         settings = Settings(*(number if there else None for number, there in numbers))
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
@@ -289,25 +187,24 @@ class GraphRunner:
 
         cache: an empty one for new buffers. Raises Unsupported.
         """
-        weights, by_text = self.describe(model), self.ops_for(rows).attention.by_text
+        weights, by_text = self.describe(model), self.ops.attention.by_text
         slots = max(LEAST_SLOTS, 1 << length.bit_length()) if by_text else -(-(length + 1) // LENGTH_STEP) * LENGTH_STEP
-        earlier = [buffers for buffers in self._sets if buffers.model is weights]
-        found = next((buffers for buffers in earlier if buffers.rows == rows), None)
-        others = [buffers for buffers in earlier if buffers is not found]
-        if found is None or not slots <= found.slots or not (by_text or found.slots <= 2 * slots):
-            found = None  # free their memory before allocating more
-            self._sets = others = _within_memory(others[: KEPT - 1], model.device)
+        most = math.inf if by_text else 2 * slots
+        self._sets = [buffers for buffers in self._sets if buffers.weights is weights]
+        fit = (buffers for buffers in self._sets if buffers.rows == rows and slots <= buffers.slots <= most)
+        if (found := next(fit, None)) is None:
+            others = (buffers for buffers in self._sets if buffers.rows != rows)
+            self._sets = _within_memory([*islice(others, KEPT - 1)], model.device)  # frees the rest before it allocates
             try:
-                found = new_buffers(model, weights, rows, slots, cache, self._recorder(model.device))
+                found = DecodeBuffers(model, weights, rows, slots, cache, self._recorder(model.device))
             except torch.OutOfMemoryError:
-                if not others:
+                if not self._sets:
                     raise
                 self.drop()
-                others = []
                 return self.buffers_for(model, rows, length, cache)
         if found.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(found.last)
-        self._sets = [found, *others]
+        self._sets = [found, *(buffers for buffers in self._sets if buffers is not found)]
         return found
 
     def drop(self) -> None:
@@ -316,12 +213,12 @@ class GraphRunner:
 
 
 class GraphStepper(PlainStepper):
-    """Make the tokens of a batch by recorded steps. Where these cannot continue, calls of the model do.
+    """Make the tokens of a batch by recorded steps, and by calls of the model once a step cannot be recorded.
 
     It uses the runner's buffers, and their cache, until it ends. The device computes all rows until then: rows that
     have ended are left out of the results, and of the cache once calls of the model continue.
-    given: the cache of a text that is continued. It is fed the prompt, and copied into the buffers: graphs are bound to
-    addresses, and recording takes as long as many steps.
+    given: the cache of a text that is continued. The prompt is fed to it, and it is copied into the buffers: graphs are
+    bound to addresses, and a recording takes as long as many steps.
     """
 
     model: Transformer
@@ -360,11 +257,11 @@ class GraphStepper(PlainStepper):
         The cache of a single row is a session's, which may be read between two steps: `_launch` copies back to it. That
         of several rows is a copy for this batch, and is not used any more.
         """
-        if self.cache is not self._buffers.cache:
-            assert self.cache is not None
-            _copy(self.cache, self._buffers.cache, len(self.batch.texts), 0, max(self.batch.cur_pos) - 1)
-            if len(self.batch.texts) > 1:
-                filled = self._buffers.cache
+        rows, filled = len(self.batch.texts), self._buffers.cache
+        assert self.cache is not None
+        if self.cache is not filled:
+            _copy(self.cache, filled, rows, 0, max(self.batch.cur_pos) - 1)
+            if rows > 1:
                 filled.source, filled.failed_at = self.cache.source, None
                 self.cache = filled
 
@@ -443,53 +340,16 @@ class GraphStepper(PlainStepper):
         self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
 
 
-class StepBlock:
-    """The results of some steps: stored on the device, copied to the host, read there."""
-
-    def __init__(self, count: int, buffers: DecodeBuffers, *, logprobs: bool) -> None:
-        self.count = count
-        self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
-        self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
-        self._sent: list[Tensor] = []
-        self.draws: list[Tensor] = []  # the random numbers of each step, (rows of the buffers,)
-        self.event: torch.cuda.Event | None = None  # behind the copies to the host
-
-    def note(self, step: int) -> None:
-        for noted, source in zip(self._noted, self._sources, strict=True):
-            noted[step] = source
-
-    def send(self) -> None:
-        """Start copying the results to the host, without waiting."""
-        for noted in self._noted:
-            host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
-            self._sent.append(host.copy_(noted, non_blocking=True))
-        if self._noted[0].is_cuda:
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record(torch.cuda.current_stream(self._noted[0].device))
-
-    def read(self) -> Iterator[tuple[list[int], list[float | None]]]:
-        """Yield the ids of each step, one for each row of the buffers, and their log-probabilities."""
-        if self.event is not None:
-            self.event.synchronize()  # host sync: one in SYNC_INTERVAL steps
-        ids, *logprobs = (sent.tolist() for sent in self._sent)
-        for step, row in enumerate(ids):
-            yield row, logprobs[0][step] if logprobs else [None] * len(row)
-
-
-def _copy(source: Cache | None, target: Cache | None, rows: int, begin: int, end: int) -> None:
+def _copy(source: Cache, target: Cache | None, rows: int, begin: int, end: int) -> None:
     """Copy the first rows of a static cache, from position `begin` up to `end`."""
-    assert source is not None
     assert target is not None
     for one, other in zip(source.layers, target.layers, strict=True):
         for name, tensor in one.held().items():
             other.held()[name][:rows, begin:end] = tensor[:rows, begin:end]
 
 
-def _describe(model: Transformer) -> ModelWeights:
-    """Return the weights of a model; a new object for each model that differs from the one before.
-
-    Raises Unsupported.
-    """
+def _describe(model: Transformer) -> list[LayerWeights]:
+    """Return the weights of a model's layers. Raises Unsupported."""
     check_modules(model)
     if quantized_weights(model):
         raise Unsupported("quantised weights run on a CPU only")
@@ -497,7 +357,7 @@ def _describe(model: Transformer) -> ModelWeights:
     for block in model.blocks:
         eps = {name: module.eps for name, module in block.named_modules() if isinstance(module, RMSNorm)}
         layers.append(LayerWeights(dict(block.named_parameters(remove_duplicate=False)), eps))
-    return ModelWeights(layers, any(weight.requires_grad for weight in model.parameters()))
+    return layers
 
 
 def _new_cache(model: Transformer, request: Request, given: Cache | None) -> Cache:
@@ -515,14 +375,14 @@ def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Te
     positions, attention = buffers.positions, ops.attention
     ids, cos_sin, prepared = ops.begin(attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
     h: Tensor = model.tok_embeddings(ids)
-    for weights, (keys, values) in zip(buffers.model.layers, buffers.keys_values, strict=True):
+    for weights, (keys, values) in zip(buffers.weights, buffers.keys_values, strict=True):
         h = ops.layer(attention.attend, ops.product, h, weights, cos_sin, prepared, positions, keys, values)
     return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
 
 
 def prompt_logits(
     model: Transformer,
-    weights: ModelWeights,
+    weights: list[LayerWeights],
     ops: GraphOps,
     tokens: Tensor,
     rows: Rows,
@@ -535,7 +395,7 @@ def prompt_logits(
     assert ops.prompts is not None
     shared, head_dim = shared_by_layers(model, bsz, width), model.args.head_dim
     h: Tensor = model.tok_embeddings(tokens.flatten())
-    for number, layer in enumerate(weights.layers):
+    for number, layer in enumerate(weights):
         h, keys, values = prompt_layer(ops.prompts, head_dim, h, layer, *shared)
         if cache is not None:
             cache.layers[number].update(rows, *(made.view(bsz, width, *made.shape[1:]) for made in (keys, values)))
@@ -552,100 +412,16 @@ def shared_by_layers(model: Transformer, bsz: int, width: int) -> tuple[tuple[Te
     return (cos, sin), ends, width
 
 
-class Recorder:
-    """Record steps as graphs that share one stream and one memory pool, because they run one at a time.
-
-    On a CPU, which has no graphs, the step itself is the replay.
-    """
-
-    _recording = Lock()  # a process may capture one graph at a time
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Replay) -> Replay:
-        """Return the step's replay. The step runs twice before: to compile, to select kernels, to allocate."""
-        if self.device.type != "cuda":
-            step()
-            return step
-        with self._recording, torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self.stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(self.stream):  # also around the capture, which stays there if its end raises
-                    for _ in range(2):
-                        step()
-                    return self._captured(step)
-            finally:
-                current.wait_stream(self.stream)  # also for a step that failed
-
-    def _captured(self, step: Replay) -> Replay:
-        # cuBLAS caches a workspace for each stream. Free that of the runs before; the graph allocates its own in its
-        # pool. Clear the cache again afterwards, so that no other code uses the graph's.
-        _clear_workspaces()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # thread_local: another thread, with another model, may allocate meanwhile
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                step()
-        except BaseException:
-            # Before https://github.com/pytorch/pytorch/pull/180395, PyTorch's allocator frees no memory after a
-            # capture whose end raised, because it waits for that end.
-            graph.reset()
-            with suppress(RuntimeError):  # the capture had ended
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
-            raise
-        finally:
-            _clear_workspaces()
-        return graph.replay
-
-
-def _clear_workspaces() -> None:
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
-
-
-def new_buffers(
-    model: Transformer, weights: ModelWeights, rows: int, slots: int, cache: Cache, record: Recorder
-) -> DecodeBuffers:
-    """Return buffers with the cache, an empty one of static layers, which is allocated for all rows and slots."""
-    device = model.device
-    cos, sin = model.rope.up_to(slots, device)
-    _allocate(cache, rows, slots, model)
-    with torch.inference_mode(False):  # tensors made in it could not be written outside of it
-        return DecodeBuffers(
-            model=weights,
-            tokens=torch.zeros((rows, slots), dtype=torch.int64, device=device),
-            positions=torch.zeros(rows, dtype=torch.int64, device=device),
-            chosen=torch.zeros(rows, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(rows, dtype=torch.float64, device=device),
-            draws=torch.zeros(rows, dtype=torch.float64, device=device),
-            numbers=torch.zeros(len(Settings._fields), dtype=torch.float64, device=device),
-            seen=torch.zeros((rows, model.args.vocab_size), dtype=torch.bool, device=device),
-            cos_sin=(cos[:slots], sin[:slots]),
-            cache=cache,
-            record=record,
-        )
-
-
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which a GPU is PyTorch's current one, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _allocate(cache: Cache, rows: int, slots: int, model: Transformer) -> None:
-    for layer in cache.layers:
-        assert isinstance(layer, StaticCache)
-        layer.room(rows, slots, like=model.norm.weight)
-
-
 def _within_memory(sets: list[DecodeBuffers], device: torch.device) -> list[DecodeBuffers]:
     """Return the latest sets of buffers that together take at most KEPT_SHARE of a GPU's memory."""
     most = KEPT_SHARE * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-    ends = takewhile(lambda end: sum(buffers.cache.nbytes for buffers in sets[:end]) <= most, range(1, len(sets) + 1))
-    return sets[: max(ends, default=0)]
+    totals = accumulate(buffers.cache.nbytes for buffers in sets)
+    return [buffers for buffers, total in zip(sets, totals, strict=True) if total <= most]
 
 
 def short_of_memory(error: BaseException | None) -> bool:
@@ -655,4 +431,6 @@ def short_of_memory(error: BaseException | None) -> bool:
 
 def short_message(error: Exception) -> str:
     """Return the error as one line of at most 200 characters: compilers and drivers write pages."""
+    if isinstance(error, Unsupported):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

@@ -5,6 +5,7 @@ also compiles it for rows and lengths that vary, so that no text waits for a com
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llama.fast.graph_buffers import DecodeBuffers, GraphKey
 from llama.fast.graph_ops import GraphOps, prompt_layer
 from llama.fast.graph_runner import (
-    DecodeBuffers,
-    GraphKey,
     GraphRunner,
-    ModelWeights,
     next_logits,
     prompt_logits,
     shared_by_layers,
@@ -54,21 +53,20 @@ GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=Fa
 Seconds = dict[int, float]  # of a step with FEW rows, and with MANY if the model's limits allow
 
 
-def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], Seconds]) -> dict[int, GraphOps]:
-    """Return the fastest candidate for FEW and for MANY rows; empty if all trials failed. Log the outcome of each."""
-    best: dict[int, tuple[float, GraphOps]] = {}
+def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], Seconds]) -> GraphOps | None:
+    """Return the candidate whose steps take the least time; None if all trials failed. Log the outcome of each."""
+    best, least = None, math.inf
     for ops in candidates:
         try:
             taken = trial(ops)
         except Exception as why:  # a compiler, a capture or a driver may raise anything
-            reason = why if isinstance(why, Unsupported) else short_message(why)
-            logger.warning("fast: %s kernels are not used: %s", ops.name, reason)
+            logger.warning("fast: %s kernels are not used: %s", ops.name, short_message(why))
             continue
         for rows, seconds in taken.items():
             logger.info("fast: a step of %s kernels takes %.3f ms with %d rows", ops.name, 1e3 * seconds, rows)
-            if rows not in best or FASTER * seconds < best[rows][0]:
-                best[rows] = seconds, ops
-    return {rows: ops for rows, (_, ops) in best.items()}
+        if FASTER * sum(taken.values()) < least:
+            best, least = ops, sum(taken.values())
+    return best
 
 
 def try_steps(model: Transformer, runner: GraphRunner) -> Seconds:
@@ -77,7 +75,7 @@ def try_steps(model: Transformer, runner: GraphRunner) -> Seconds:
     shapes = [(rows, min(length, args.max_seq_len)) for rows, length in SHAPES if rows <= (args.max_batch_size or rows)]
     for rows, length in dict.fromkeys(shapes):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
-            ops = runner.ops_for(rows)
+            ops = runner.ops
             _check_layers(model, buffers, ops)
             _check_logits(model, ops, next_logits(model, buffers, ops), expected)
             replay = _check_recorded(model, runner, buffers, ids)
@@ -95,7 +93,7 @@ def _check_layers(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> 
     ids, cos_sin, prepared = ops.begin(ops.attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
     h = model.tok_embeddings(ids)
     for number, (block, weights, (keys, values)) in enumerate(
-        zip(model.blocks, buffers.model.layers, buffers.keys_values, strict=True)
+        zip(model.blocks, buffers.weights, buffers.keys_values, strict=True)
     ):
         h = _small(h)
         angles = model.rope.at([start] * rows, 1, model.device)
@@ -148,9 +146,7 @@ def _check_recorded(
     for states in wanted:
         replay()
         if not all(map(torch.equal, buffers.state(), states)):
-            raise Unsupported(
-                f"a recorded step of {runner.ops_for(buffers.rows).name} kernels does not repeat what was recorded"
-            )
+            raise Unsupported(f"a recorded step of {runner.ops.name} kernels does not repeat what was recorded")
     return replay
 
 
@@ -184,51 +180,46 @@ def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
     try:
         try_prompts(model, ops)
     except Exception as why:  # a compiler or a driver may raise anything
-        reason = why if isinstance(why, Unsupported) else short_message(why)
-        logger.warning("fast: prompts run on the plain path: %s", reason)
+        logger.warning("fast: prompts run on the plain path: %s", short_message(why))
         return ops._replace(prompts=None)
     return ops
 
 
 def try_prompts(model: Transformer, ops: GraphOps) -> None:
     """Raise Unsupported if prompts are not computed as by the modules, with the cache and without."""
-    weights, args = GraphRunner(ops).describe(model), model.args
+    args = model.args
     for bsz, width in PROMPT_SHAPES:
         if bsz > (args.max_batch_size or bsz) or width > args.max_seq_len:
             continue
         ids = torch.arange(bsz * width, device=model.device).view(bsz, width) % args.vocab_size
         rows = Rows.at([0] * bsz, [width - row for row in range(bsz)], width=width, prompt_ends=True)
         with torch.inference_mode(), without_cudnn(model.device):
-            _check_prompt_layers(model.with_kv_caching(False), weights, ops, ids, rows)
+            _check_prompt_layers(model.with_kv_caching(False), ops, ids, rows)
             for caching in (False, True):
-                _check_prompts(model.with_kv_caching(caching), weights, ops, ids, rows)
+                _check_prompts(model.with_kv_caching(caching), ops, ids, rows)
 
 
-def _check_prompt_layers(model: Transformer, weights: ModelWeights, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
+def _check_prompt_layers(model: Transformer, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
     """Raise Unsupported if a layer's output for whole prompts is not that of its module, from the same input."""
     assert ops.prompts is not None
-    shared, h = shared_by_layers(model, *ids.shape), model.tok_embeddings(ids)
+    weights, shared = GraphRunner(ops).describe(model), shared_by_layers(model, *ids.shape)
+    h = model.tok_embeddings(ids)
     for number, block in enumerate(model.blocks):
         h = _small(h)
         wanted = block(h, rows, model.rope.at(rows.starts, rows.width, model.device), None)
-        made, *_ = prompt_layer(ops.prompts, model.args.head_dim, h.flatten(0, 1), weights.layers[number], *shared)
+        made, *_ = prompt_layer(ops.prompts, model.args.head_dim, h.flatten(0, 1), weights[number], *shared)
         _check_layer(ops, number, made, wanted.flatten(0, 1))
         h = wanted
 
 
-def _check_prompts(model: Transformer, weights: ModelWeights, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
+def _check_prompts(model: Transformer, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
     """Raise Unsupported if the logits after prompts, or after a step on their cache, are not those of the modules."""
     own, other = (model.new_cache("static") if model.kv_caching else None for _ in range(2))
-    pairs = [
-        (
-            prompt_logits(model, weights, ops, ids, rows, own, logits="last"),
-            model(ids, rows, cache=other, logits="last"),
-        )
-    ]
+    made = prompt_logits(model, GraphRunner(ops).describe(model), ops, ids, rows, own, logits="last")
+    _check_logits(model, ops, made, model(ids, rows, cache=other, logits="last"))
     if model.kv_caching and rows.width < model.args.max_seq_len:
-        pairs.append(tuple(model(ids[:, :1], rows.lengths, cache=cache, logits="last") for cache in (own, other)))
-    for made, wanted in pairs:
-        _check_logits(model, ops, made, wanted)
+        steps = (model(ids[:, :1], rows.lengths, cache=cache, logits="last") for cache in (own, other))
+        _check_logits(model, ops, *steps)
 
 
 def _place(buffers: DecodeBuffers, ids: Tensor) -> None:

@@ -1,0 +1,190 @@
+"""What the recorded steps of a batch read and write on a GPU, and how they are recorded.
+
+A CUDA graph is bound to addresses, so everything that a step reads or writes is in a DecodeBuffers. On a CPU, which has
+no graphs, the step itself is the replay. Knows batches and caches; does not know what a step computes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama.batch import Batch
+from llama.fast.graph_ops import LayerWeights
+from llama.kv_cache import Cache, StaticCache
+from llama.model import Transformer
+from llama.ops import without_cudnn
+from llama.sampling import Settings
+
+Replay = Callable[[], object]
+
+
+class GraphKey(NamedTuple):
+    """What a recorded step does. The numbers that it samples by are read from a buffer at each replay."""
+
+    chooses: tuple[bool, ...]  # which of the Settings are set
+    whole: bool  # whether the whole vocabulary is sorted
+    logprobs: bool
+
+
+class DecodeBuffers:
+    """The rows of a generation on the device, at the addresses that graphs read and write.
+
+    weights: the layers of the model that the graphs are of.
+    tokens: the texts, (rows, slots). The last slot belongs to no text.
+    positions: the position of each row's newest token, (rows,).
+    chosen, logprobs: the ids of the last step and their log-probabilities, (rows,).
+    draws: the random numbers of the next step, (rows,).
+    numbers: the numbers of the Settings; 0 for None.
+    seen: the tokens of each row, (rows, vocab), for the repetition penalty.
+    cos_sin: the first rows of the RopeTable, which may replace its own tensors by longer ones.
+    cache: static layers of (rows, slots). keys_values: their tensors, by layer.
+    record: makes the graphs, which are in `graphs`.
+    last: an event behind the latest launch; None on a CPU.
+    """
+
+    def __init__(
+        self, model: Transformer, weights: list[LayerWeights], rows: int, slots: int, cache: Cache, record: "Recorder"
+    ) -> None:
+        """Allocate the buffers. cache: an empty one of static layers."""
+        self.weights, self.rows, self.slots, self.cache, self.record = weights, rows, slots, cache, record
+        self.keys_values = allocate(cache, rows, slots, like=model.norm.weight)
+        cos, sin = model.rope.up_to(slots, model.device)
+        self.cos_sin = cos[:slots], sin[:slots]
+        with torch.inference_mode(False), model.device:  # tensors made in inference mode could not be written outside
+            self.tokens = torch.zeros((rows, slots), dtype=torch.int64)
+            self.positions, self.chosen = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
+            self.logprobs, self.draws = (torch.zeros(rows, dtype=torch.float64) for _ in range(2))
+            self.numbers = torch.zeros(len(Settings._fields), dtype=torch.float64)
+            self.seen = torch.zeros((rows, model.args.vocab_size), dtype=torch.bool)
+        self.graphs: dict[GraphKey, Replay] = {}
+        self.last: torch.cuda.Event | None = None
+
+    def place(self, batch: Batch) -> None:
+        """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
+        mark_seen(batch)
+        rows = torch.tensor(batch.rows, device="cpu").to(self.tokens.device)
+        texts = batch.tokens([0] * len(batch.rows))
+        self.tokens[rows, : texts.shape[1]] = texts
+        self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
+        settings = batch.request.sampling.settings
+        self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))
+        if batch.sampler.seen is not None:
+            self.seen[rows] = batch.sampler.seen
+
+    def state(self) -> list[Tensor]:
+        """Return all that a step changes, except the cache."""
+        return [self.tokens, self.positions, self.chosen, self.logprobs, self.seen]
+
+    def recorded(self, step: Replay) -> Replay:
+        """Return a step's replay. It is recorded in the slot of no text; the state is restored afterwards."""
+        before = [tensor.clone() for tensor in self.state()]
+        self.positions.fill_(self.slots - 1)
+        with without_cudnn(self.tokens.device):
+            replay = self.record(step)
+        for tensor, was in zip(self.state(), before, strict=True):
+            tensor.copy_(was)
+        return replay
+
+
+def mark_seen(batch: Batch) -> None:
+    """Mark all tokens of the batch's rows in the sampler, if it penalizes them."""
+    if batch.sampler.seen is not None:
+        for place, row in enumerate(batch.rows):
+            batch.sampler.seen[place, batch.texts[row]] = True
+
+
+class StepBlock:
+    """The results of some steps: stored on the device, copied to the host, read there."""
+
+    def __init__(self, count: int, buffers: DecodeBuffers, *, logprobs: bool) -> None:
+        self.count = count
+        self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
+        self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
+        self._sent: list[Tensor] = []
+        self.draws: list[Tensor] = []  # the random numbers of each step, (rows of the buffers,)
+        self.event: torch.cuda.Event | None = None  # behind the copies to the host
+
+    def note(self, step: int) -> None:
+        for noted, source in zip(self._noted, self._sources, strict=True):
+            noted[step] = source
+
+    def send(self) -> None:
+        """Start copying the results to the host, without waiting."""
+        for noted in self._noted:
+            host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
+            self._sent.append(host.copy_(noted, non_blocking=True))
+        if self._noted[0].is_cuda:
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(self._noted[0].device))
+
+    def read(self) -> Iterator[tuple[list[int], list[float | None]]]:
+        """Yield the ids of each step, one for each row of the buffers, and their log-probabilities."""
+        if self.event is not None:
+            self.event.synchronize()  # host sync: one in SYNC_INTERVAL steps
+        ids, *logprobs = (sent.tolist() for sent in self._sent)
+        for step, row in enumerate(ids):
+            yield row, logprobs[0][step] if logprobs else [None] * len(row)
+
+
+class Recorder:
+    """Record steps as graphs that share one stream and one memory pool, because they run one at a time.
+
+    On a CPU, which has no graphs, the step itself is the replay.
+    """
+
+    _recording = Lock()  # a process may capture one graph at a time
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Replay) -> Replay:
+        """Return the step's replay. The step runs twice before: to compile, to select kernels, to allocate."""
+        if self.device.type != "cuda":
+            step()
+            return step
+        with self._recording, torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self.stream):  # also around the capture, which stays there if its end raises
+                    for _ in range(2):
+                        step()
+                    return self._captured(step)
+            finally:
+                current.wait_stream(self.stream)  # also for a step that failed
+
+    def _captured(self, step: Replay) -> Replay:
+        # cuBLAS caches a workspace for each stream. Free that of the runs before; the graph allocates its own in its
+        # pool. Clear the cache again afterwards, so that no other code uses the graph's.
+        _clear_workspaces()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: another thread, with another model, may allocate meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                step()
+        except BaseException:
+            # Before https://github.com/pytorch/pytorch/pull/180395, PyTorch's allocator frees no memory after a
+            # capture whose end raised, because it waits for that end.
+            graph.reset()
+            with suppress(RuntimeError):  # the capture had ended
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+            raise
+        finally:
+            _clear_workspaces()
+        return graph.replay
+
+
+def _clear_workspaces() -> None:
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+
+
+def allocate(cache: Cache, rows: int, slots: int, *, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Make each layer of a static cache at least so large; return the keys and the values of each layer."""
+    return [layer.room(rows, slots, like=like) for layer in cache.layers if isinstance(layer, StaticCache)]
