@@ -6,7 +6,6 @@ cores and the speed.
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from skips import can_interpret
+from skips import can_interpret, check_in_interpreter, interpreted, not_interpreted
 from torch import Tensor
 
 from llama.fast import graph_ops
@@ -25,31 +24,16 @@ from llama.rope import RopeTable, rope_frequencies, rotate
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("llama.fast.graph_kernels")
 Tile = kernels.Tile
-INTERPRETED = triton.knobs.runtime.interpret
-compiled = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set")
 TILES = [Tile(16, 32, 1, 1, 1), Tile(16, 32, 4, 1, 1), Tile(64, 64, 1, 1, 1), Tile(32, 64, 2, 1, 1)]
 # Sums of hundreds of float32 products of size 1, in another order.
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
 
-def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
-    """Collect a test only if the interpreter is on: `TRITON_INTERPRET=1 pytest FILE`."""
-    return claim if INTERPRETED else None
-
-
 @pytest.mark.slow
-@compiled
+@not_interpreted
 @can_interpret
 def test_all_claims_hold_in_tritons_interpreter() -> None:
-    """In another process: Triton reads the setting on import."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_in_interpreter(__file__)
 
 
 def gathered(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -65,13 +49,15 @@ def cache(positions: Tensor, slots: int, n_kv_heads: int, head_dim: int) -> Tens
 
 
 @interpreted
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize(("slots", "joined"), [(40, True), (100, False), (129, True)])  # 1, 2 and 3 splits
+@pytest.mark.parametrize(
+    ("slots", "joined", "group"),
+    [(40, True, 1), (100, False, 4), (129, True, 3)],  # 1, 2 and 3 splits
+)
 def test_attention_equals_the_plain_one(slots: int, joined: bool, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ONE_SPLIT": 64, "SPLIT": 64, "BLOCK": 16}.items():
         monkeypatch.setattr(kernels, name, value)
     n_kv_heads, head_dim = 2, 16
-    positions = torch.tensor([0, 1, 16, 17, slots - 1])
+    positions = torch.tensor([0, 16, 17, slots - 1])
     sizes = (group * n_kv_heads, n_kv_heads, n_kv_heads)
     heads = torch.randn(len(positions), sum(sizes), head_dim).split(sizes, 1)
     q, k, v = heads if joined else (part.contiguous() for part in heads)
@@ -91,9 +77,13 @@ def test_attention_equals_the_plain_one(slots: int, joined: bool, group: int, mo
 
 
 @interpreted
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    ("rows", "in_features", "out_features"), [(1, 128, 64), (5, 96, 70), (16, 32, 5), (1, 160, 200), (17, 64, 70)]
+    ("rows", "in_features", "out_features", "tile"),
+    [
+        *((1, 128, 64, tile) for tile in TILES),
+        *((5, 96, 70, tile) for tile in TILES[:2]),
+        *((16, 32, 5, TILES[3]), (1, 160, 200, TILES[1]), (17, 64, 70, TILES[0])),
+    ],
 )
 def test_products_equal_the_plain_ones(rows: int, in_features: int, out_features: int, tile: Any) -> None:
     x, first, second = (torch.randn(n, in_features) for n in (rows, out_features, out_features))
@@ -106,21 +96,19 @@ def test_products_equal_the_plain_ones(rows: int, in_features: int, out_features
 
 
 @interpreted
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("rows", [1, 5, 16])
-def test_products_of_several_weights_lie_side_by_side(rows: int, tile: Any) -> None:
-    x, *weights = (torch.randn(n, 96) for n in (rows, 192, 64, 70))
+@pytest.mark.parametrize(
+    ("rows", "tile", "count"), [(1, TILES[0], 2), (5, TILES[1], 3), (16, TILES[2], 3), (1, TILES[3], 3)]
+)
+def test_products_of_several_weights_lie_side_by_side(rows: int, tile: Any, count: int) -> None:
+    x, *weights = (torch.randn(n, 96) for n in (rows, 128, 64, 70)[: 1 + count])
     torch.testing.assert_close(kernels.product(x, *weights, tile=tile), F.linear(x, torch.cat(weights)), **CLOSE)
-    torch.testing.assert_close(
-        kernels.product(x, *weights[:2], tile=tile), F.linear(x, torch.cat(weights[:2])), **CLOSE
-    )
 
 
 @interpreted
 def test_rows_and_inputs_outside_a_product_are_not_read() -> None:
     x, weight = torch.full((6, 96), torch.nan), torch.full((80, 96), torch.nan)
     x[:5], weight[:70] = torch.randn(5, 96), torch.randn(70, 96)
-    for tile in TILES:
+    for tile in TILES[1:3]:
         expected = F.linear(x[:5], weight[:70])
         torch.testing.assert_close(kernels.product(x[:5], weight[:70], tile=tile), expected, **CLOSE)
 
@@ -144,9 +132,8 @@ def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
     ("rows", "slots", "dtype", "atol"),
     # float16: results of about 5, three roundings of 2**-11 each on the way.
     [
-        (1, 20, torch.float32, 1e-4),
+        (1, 20, torch.float16, 1e-2),
         (3, 1100, torch.float32, 1e-4),
-        (3, 1100, torch.float16, 1e-2),
         (17, 20, torch.float32, 1e-4),
     ],
 )
@@ -250,7 +237,7 @@ def llama_1b() -> Tensor:
 
 
 @pytest.mark.slow
-@compiled
+@not_interpreted
 def test_kernels_compile_for_a_hopper_gpu_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for kernel, given, options in launches(monkeypatch, llama_1b):
@@ -267,10 +254,8 @@ def test_kernels_compile_for_a_hopper_gpu_without_spills(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-@compiled
-@pytest.mark.parametrize(
-    ("group", "head_dim", "dtype"), [(1, 64, torch.float16), (8, 128, torch.bfloat16), (4, 128, torch.float32)]
-)
+@not_interpreted
+@pytest.mark.parametrize(("group", "head_dim", "dtype"), [(8, 128, torch.float16), (1, 128, torch.float32)])
 def test_attention_compiles_for_other_models(
     group: int, head_dim: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
