@@ -28,8 +28,8 @@ COMPILER = "inductor"
 def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: set[str] | None = None) -> None:
     """Set the fastest runner that this machine has for the model, and log which; `folder` stores the compiled code.
 
-    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`. said: reasons for the
-    plain path that are not logged again; a new one is added.
+    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`.
+    said: reasons for the plain path that are not logged again; a new one is added.
     """
     try:
         if model.device.type == "cuda":

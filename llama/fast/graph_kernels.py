@@ -31,8 +31,10 @@ GATED = 1024  # numbers of a program of `gate`
 class Tile(NamedTuple):
     """How a program of `product` computes its outputs.
 
-    block_out: outputs of a program. block_k: inputs that are loaded at a time, of each part. parts: parts of the inputs
-    with a sum of their own, each in warps of its own: a chain of dependent `mma.sync` would be slower than memory.
+    block_out: the number of outputs of a program.
+    block_k: the number of inputs that are loaded at a time, of each part.
+    parts: the inputs are divided into so many parts, each summed by warps of its own: a chain of dependent `mma.sync`
+        would be slower than memory.
     """
 
     block_out: int
@@ -65,9 +67,10 @@ def attend_step(
 ) -> Tensor:
     """Return attention of one new token a row, (rows, n_heads, head_dim), and write its key and value at `positions`.
 
-    q: (rows, n_heads, head_dim), before RoPE. k, v: (rows, n_kv_heads, head_dim), before RoPE; up to 16 queries a key.
+    q: (rows, n_heads, head_dim), before RoPE.
+    k, v: (rows, n_kv_heads, head_dim), before RoPE; up to 16 queries a key.
     cos, sin: (rows, 1, head_dim), at the positions.
-    The three may be slices of one product. No slot at or behind a row's position is read.
+    q, k and v may be slices of one product. No slot at or behind a row's position is read.
     """
     rows, n_heads, head_dim = q.shape
     n_kv_heads, slots = k.shape[1], keys.shape[1]
@@ -180,8 +183,10 @@ def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr):
 def product(x: Tensor, *weights: Tensor, tile: Tile, residual: Tensor | None = None, gated: bool = False) -> Tensor:
     """Return products, (rows, out_features), in the dtype of x; those of more than 16 rows by PyTorch.
 
-    x: (rows, in_features). weights: one to three, (out_features, in_features); their products lie side by side, and
-    `tile.block_out` divides the sizes of all but the last. gated: silu(x @ weights[0].T) * (x @ weights[1].T).
+    x: (rows, in_features).
+    weights: one to three, (out_features, in_features). Their products lie side by side, and `tile.block_out` divides
+        the sizes of all but the last.
+    gated: return silu(x @ weights[0].T) * (x @ weights[1].T).
     residual: (rows, out_features), is added.
     """
     rows, in_features = x.shape

@@ -27,8 +27,10 @@ PART = 512  # logits of a part in `argmax`; vocabularies of 128,256 tokens have 
 
 
 class Attention(NamedTuple):
-    """Attention of one token a row. What `prepare` returns is the same in all layers; `attend` uses it in each.
+    """Attention of one token a row.
 
+    prepare: returns what all layers of a step share.
+    attend: attends in one layer, given the result of `prepare`.
     by_text: the time of `attend` depends on the texts' positions, not on the number of slots.
     """
 
@@ -38,7 +40,7 @@ class Attention(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """What `prompt_layer` is made of, besides products: `rms_norm`, RoPE, attention and the gate of the MLP."""
+    """The operations of `prompt_layer` besides products: `rms_norm`, RoPE, attention and the gate of the MLP."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
@@ -61,7 +63,9 @@ class LayerWeights(NamedTuple):
 class GraphOps(NamedTuple):
     """One implementation of the functions that make logits of tokens, and tokens of logits.
 
-    product: the matrix product of `layer`. prompts: None if prompts run on the plain path.
+    begin, layer, head, advance: replace `begin`, `decode_layer`, `head` and `advance` below.
+    product: the matrix product of `layer`.
+    prompts: the parts of `prompt_layer`; None if prompts run on the plain path.
     """
 
     name: str

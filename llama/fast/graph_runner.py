@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, islice
+from itertools import accumulate
 from threading import Lock
 from typing import Any, Literal
 from weakref import finalize
@@ -193,14 +193,14 @@ class GraphRunner:
         self._sets = [buffers for buffers in self._sets if buffers.weights is weights]
         fit = (buffers for buffers in self._sets if buffers.rows == rows and slots <= buffers.slots <= most)
         if (found := next(fit, None)) is None:
-            others = (buffers for buffers in self._sets if buffers.rows != rows)
-            self._sets = _within_memory([*islice(others, KEPT - 1)], model.device)  # frees the rest before it allocates
+            kept = [buffers for buffers in self._sets if buffers.rows != rows][: KEPT - 1]
+            self._sets = kept = _within_memory(kept, model.device)  # frees the others before more is allocated
             try:
                 found = DecodeBuffers(model, weights, rows, slots, cache, self._recorder(model.device))
             except torch.OutOfMemoryError:
                 if not self._sets:
                     raise
-                self.drop()
+                self._sets.clear()
                 return self.buffers_for(model, rows, length, cache)
         if found.last is not None:  # an abandoned stream may still compute, perhaps on another stream of the device
             torch.cuda.current_stream(model.device).wait_event(found.last)

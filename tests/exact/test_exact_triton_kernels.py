@@ -1,7 +1,8 @@
 """The batch-invariant kernels give the results of `llama.ops`, and a row the same bits in any batch.
 
 Without a GPU they run in Triton's interpreter, which computes in NumPy with a GPU's indices and masks: these tests
-check what is read, and in which tile. The last test needs a GPU, which rounds differently.
+check what is read, and in which tile; tests/fast/test_graph_kernels.py starts them there. The last test needs a GPU,
+which rounds differently.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from skips import can_interpret, check_in_interpreter, interpreted, needs_cuda, not_interpreted
+from skips import interpreted, needs_cuda, not_interpreted
 from torch import Tensor
 from writes import rows_of
 
@@ -28,13 +29,6 @@ FP32_TOLERANCE = 1e-5  # the same with roundings of 6e-8
 
 def made(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
     return torch.randn(size, dtype=torch.float64).to(device, dtype)
-
-
-@pytest.mark.slow
-@not_interpreted
-@can_interpret
-def test_all_claims_hold_in_tritons_interpreter() -> None:
-    check_in_interpreter(__file__)
 
 
 def assert_same_product(x: Tensor, weight: Tensor) -> None:

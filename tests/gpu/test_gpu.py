@@ -6,9 +6,9 @@
 """
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,8 @@ from llama.fast.graph_trial import try_prompts, try_steps
 from llama.kv_cache import KVCache
 from llama.model import Transformer
 
-pytestmark = [pytest.mark.gpu, needs_cuda]
+# PyTorch's compiler warns of settings, such as float32 products without TF32.
+pytestmark = [pytest.mark.gpu, needs_cuda, pytest.mark.filterwarnings("default")]
 logger = logging.getLogger(__name__)
 
 # No size is a multiple of a kernel's tile, and three queries share a key.
@@ -52,57 +53,63 @@ def random_model(args: ModelArgs, dtype: torch.dtype) -> Transformer:
     return model
 
 
-def kernels_of(model: Transformer, name: str) -> GraphOps:
-    """Return the set of kernels with this name; skip the test if the device has none for the model."""
-    for ops in chain.from_iterable(candidates(model)):
-        if ops.name == name:
-            return ops
-    pytest.skip(f"this device has no {name} kernels for {model.dtype}")
+class Tried(NamedTuple):
+    """A model, and the sets of kernels that may serve it on this device, by name."""
+
+    model: Transformer
+    sets: dict[str, GraphOps]
+
+    def kernels(self, name: str) -> GraphOps:
+        """Return the set with this name; skip the test if there is none."""
+        return self.sets.get(name) or pytest.skip(f"no {name} kernels for {self.model.dtype} on this device")
+
+
+def tried(args: ModelArgs, dtype: torch.dtype) -> Tried:
+    model = random_model(args, dtype)
+    return Tried(model, {ops.name: ops for ops in chain.from_iterable(candidates(model))})
 
 
 @pytest.fixture(scope="module")
-def odd() -> Transformer:
-    return random_model(ODD, torch.float32)
+def odd() -> Tried:
+    return tried(ODD, torch.float32)
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
-def large(request: pytest.FixtureRequest) -> Iterator[Transformer]:
-    yield random_model(LARGE, request.param)
-    torch.cuda.empty_cache()
+def large(request: pytest.FixtureRequest) -> Tried:
+    return tried(LARGE, request.param)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("path", ["plain path", "compiled", "plain"])
-def test_greedy_tokens_with_the_cache_are_those_of_the_plain_path_without_it(
-    odd: Transformer, path: str, rows: int
-) -> None:
+def test_greedy_tokens_with_the_cache_are_those_of_the_plain_path_without_it(odd: Tried, path: str, rows: int) -> None:
     """In float32, for prompts of different lengths."""
     stream = torch.Generator().manual_seed(0)
     lengths = [5 + 7 * row % 40 for row in range(rows)]
     prompts = [torch.randint(ODD.vocab_size, (length,), generator=stream).tolist() for length in lengths]
-    expected = odd.generate_tokens(prompts, 20, temperature=0.0, kv_caching=False)
-    runner = None if path == "plain path" else GraphRunner(kernels_of(odd, path))
-    odd.runner = runner
+    model = odd.model
+    expected = model.generate_tokens(prompts, 20, temperature=0.0, kv_caching=False)
+    runner = None if path == "plain path" else GraphRunner(odd.kernels(path))
+    model.runner = runner
     try:
-        assert odd.generate_tokens(prompts, 20, temperature=0.0) == expected
+        assert model.generate_tokens(prompts, 20, temperature=0.0) == expected
     finally:
-        odd.runner = None
+        model.runner = None
     assert runner is None or runner.forwards == 19  # the first token follows from the prompts
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_steps_and_prompts_are_those_of_the_modules_at_the_sizes_of_llama_1b(large: Transformer, name: str) -> None:
+def test_steps_and_prompts_are_those_of_the_modules_at_the_sizes_of_llama_1b(large: Tried, name: str) -> None:
     """Recorded and replayed, layer by layer, as the trial at loading requires it."""
-    ops = kernels_of(large, name)
-    for rows, seconds in try_steps(large, GraphRunner(ops)).items():
-        logger.info("a step of %s kernels in %s takes %.3f ms with %d rows", name, large.dtype, 1e3 * seconds, rows)
+    ops, model = large.kernels(name), large.model
+    for rows, seconds in try_steps(model, GraphRunner(ops)).items():
+        logger.info("a step of %s kernels in %s takes %.3f ms with %d rows", name, model.dtype, 1e3 * seconds, rows)
     if ops.prompts is not None:
-        try_prompts(large, ops)
+        try_prompts(model, ops)
 
 
-def test_exact_mode_gives_the_same_bits_in_any_batch_at_the_sizes_of_llama_1b(large: Transformer) -> None:
-    large.exact = True  # compares the model with itself, and raises ValueError for a difference
-    large.exact = False
+def test_exact_mode_gives_the_same_bits_in_any_batch_at_the_sizes_of_llama_1b(large: Tried) -> None:
+    large.model.exact = True  # compares the model with itself, and raises ValueError for a difference
+    large.model.exact = False
 
 
 @pytest.mark.parametrize("heads", [2, 6])

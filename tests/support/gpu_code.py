@@ -45,63 +45,44 @@ Size = Callable[[int], int]
 
 
 class Case(NamedTuple):
-    """What to compile. call: compiles by torch.compile's Inductor when it is called.
+    """What to compile.
 
-    inputs: returns the arguments of `call`. It makes tensors on "cuda", and gets a function that returns a dynamic size
-    with the given example.
+    call: compiles by torch.compile's Inductor when it is called.
+    inputs: returns the arguments of `call`, tensors on "cuda", given a function that returns a dynamic size with the
+        given example.
     """
 
     call: Callable[..., Any]
     inputs: Callable[[Size], tuple[Any, ...]]
 
 
-class Operand(NamedTuple):
-    """A tensor that a Triton kernel accesses. access: in, out or in_out. shape: () if the code does not state it."""
-
-    access: str
-    dtype: str
-    shape: tuple[str, ...]
-
-
 class GpuCode:
     """Generated code: what one call launches.
 
-    launches: the names of Triton kernels, library products and other operators, in order. kernels: the operands of each
-    launched Triton kernel. copies: the number of whole tensors that are copied.
+    launches: the names of Triton kernels, library products and other operators, in order.
+    dtypes: the dtypes of the tensors of each Triton kernel.
+    copies: the number of whole tensors that are copied.
     """
 
     def __init__(self, text: str) -> None:
-        self.text = text
         body = text[text.index("def call(") : text.index("\nrunner = ")]
         self.launches = [name.removesuffix(".run") for name in re.findall(_LAUNCH, body, re.MULTILINE)]
-        self._shapes = {a or b: tuple(re.findall(r"[\w*]+", shape)) for a, b, shape in re.findall(_SHAPE, body)}
-        self.kernels = [self._operands(name, given) for name, given in re.findall(_RUN, body)]
+        signatures = re.findall(r"'triton_\w+', '''.*?'signature': {(.*?)}", text, re.DOTALL)
+        self.dtypes = [set(re.findall(r"'\*(\w+)'", signature)) for signature in signatures]
+        shapes = {a or b: re.findall(r"[\w*]+", shape) for a, b, shape in re.findall(_SHAPE, body)}
         added = re.findall(r"extern_kernels\.addmm\((?:reinterpret_tensor\()?(\w+)", body)
         copied = sum(name.endswith("copy_") for name in self.launches)
         # addmm copies a matrix to its output before it adds to that. A bias, (out_features,), is added without a copy.
-        self.copies = copied + sum(len(self._shapes.get(name, ())) > 1 for name in added)
+        self.copies = copied + sum(len(shapes.get(name, ())) > 1 for name in added)
 
     @property
     def summary(self) -> dict[str, int]:
         """The number of launches of each kind: "triton", and the names of operators."""
         return dict(Counter("triton" if name.startswith("triton_") else name.split(".")[-1] for name in self.launches))
 
-    def reading(self, *shape: int) -> list[list[Operand]]:
-        """Return the operands of each Triton kernel that reads a tensor of this shape."""
-        read = tuple(map(str, shape))
-        return [kernel for kernel in self.kernels if any(x.shape == read and x.access != "out" for x in kernel)]
-
-    def _operands(self, name: str, given: str) -> list[Operand]:
-        types = re.search(rf"'{name}', '''.*?'signature': {{(.*?)}}", self.text, re.DOTALL)
-        assert types is not None
-        names = re.findall(r"(?:^|, )(?:reinterpret_tensor\()?(\w+)(?:, \([^)]*\), \([^)]*\), \w+\))?", given)
-        pairs = zip(re.findall(r"'(\w+)_ptr\d*': '\*(\w+)'", types[1]), names, strict=False)  # sizes follow
-        return [Operand(access, dtype, self._shapes.get(name, ())) for (access, dtype), name in pairs]
-
 
 _LAUNCH = r"^ +(?:\w+ = )?(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.\w+\.\w+|aten\.\w+|\w+\.copy_)\b"
 _SHAPE = r"(?:assert_size_stride\((\w+)|(\w+) = (?:empty_strided_cuda\(|reinterpret_tensor\(\w+)),? ?\(([^)]*)\)"
-_RUN = r"(triton_\w+)\.run\((.*), stream="
 
 
 def codes_of(file: str) -> dict[str, GpuCode]:

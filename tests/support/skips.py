@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ def interpreted(claim: Callable[..., None]) -> Callable[..., None] | None:
     return claim if INTERPRETED else None
 
 
-def check_in_interpreter(file: str) -> None:
-    """Run the tests of a file in Triton's interpreter, in another process: Triton reads the setting on import."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
+def check_in_interpreter(*files: Path) -> None:
+    """Run the tests of the files in Triton's interpreter, in another process: Triton reads the setting on import."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, files)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
