@@ -97,9 +97,8 @@ MAY_IMPORT = {
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/run/directory.py": ("bench", ""),
-    "llama/bench/run/peers.py": ("", "transformers llama_cpp openvino_genai onnxruntime_genai vllm"),
-    "llama/bench/run/onnxruntime_engine.py": ("bench checkpoint host model streaming", "torch tokenizers"),
-    "llama/bench/run/transformers_engine.py": ("args bench checkpoint model request streaming", "torch"),
+    "llama/bench/run/llama_cpp_engine.py": ("args bench checkpoint model request streaming", "torch llama_cpp"),
+    "llama/bench/run/transformers_engine.py": ("bench checkpoint model request streaming", "torch transformers"),
     "llama/bench/run/worker.py": (f"{CORE} bench host quality quant watch", "torch"),
     "llama/bench/run/": (
         f"{CORE} api checkpoint cli costs exact fast host quality quant sessions tokenizer untrusted "
@@ -133,6 +132,10 @@ MAY_IMPORT = {
     ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
+    "scripts/engines/": (
+        "args bench checkpoint host model streaming untrusted",
+        "torch tokenizers openvino_genai onnxruntime_genai vllm",
+    ),
     "scripts/": (f"{CORE} api bench cli costs host tokenizer untrusted", "torch"),
 }
 

@@ -5,15 +5,8 @@ from typing import Any, Literal, TypedDict
 
 from llama.host.machine import DTYPES
 
-# The quantized weights of each engine: int8 and int4 are our own layouts, or a peer's Q8_0 and Q4_0; stored are
-# those of a .gguf file, and mapped the same left in that file, which is `load`'s repack=False.
-QUANTIZED_BY = {
-    "llama": ("int8", "int4", "stored", "mapped"),
-    "llama.cpp": ("int8", "int4", "stored"),
-    "openvino": ("int8", "int4", "stored"),
-    "onnxruntime": ("int8", "int4"),
-}
-ALWAYS_CACHED = ("llama.cpp", "openvino", "onnxruntime", "vllm")  # engines that cannot run without their cache
+# Quantized weights: int8 and int4 are our own layouts, or a peer's Q8_0 and Q4_0; stored are those of a .gguf file.
+QUANTIZED = ("int8", "int4", "stored")
 
 
 class Modes(TypedDict):
@@ -23,23 +16,30 @@ class Modes(TypedDict):
     fast: bool
     quantize: str | None
     activations: int
+    repack: bool
 
 
 def read_engine(words: str) -> Modes:
-    """Return the engine and the modes of a text such as transformers, llama.cpp:int8 or llama:fast:int8:a8.
+    """Return the engine and the modes of a text such as transformers, FILE.py:CLASS:int8 or llama:fast:int8:a8.
 
-    Raises ValueError for an unknown mode. A Cell checks which engine has which modes.
+    Raises ValueError for an unknown mode. A Cell checks which modes are ours alone, and `check_cell` the others.
     """
-    engine, *modes = words.split(":")
+    head, in_file, rest = words.rpartition(".py:")
+    name, *modes = rest.split(":")
     found = [mode for mode in modes if mode not in ("fast", "a8")]
-    if unknown := [mode for mode in found if mode not in QUANTIZED_BY["llama"]]:
+    if unknown := [mode for mode in found if mode not in (*QUANTIZED, "mapped")]:
         known = "known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or len(set(modes)) < len(modes):
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
-    activations = 8 if "a8" in modes else 16
-    quantize = found[0] if found else None
-    return {"engine": engine, "fast": "fast" in modes, "quantize": quantize, "activations": activations}
+    mapped = "mapped" in found
+    return {
+        "engine": f"{head}{in_file}{name}",
+        "fast": "fast" in modes,
+        "quantize": "stored" if mapped else found[0] if found else None,
+        "activations": 8 if "a8" in modes else 16,
+        "repack": not mapped,
+    }
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Cell:
     """`batch_size` rows of `input_len` tokens, each continued by `output_len`, with the cache on or off.
 
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
-    kind that the library has, or "file.py:kind". `text` replaces the random ids of every row; `input_len` is then its
-    count of tokens. `ranks` processes share the model. With `quantize`, `activations` are the bits of what is
-    multiplied by the weights. Raises ValueError.
+    kind that the library has, or "file.py:kind"; `engine` one of `llama.bench.run.models.ENGINES`, or "file.py:class".
+    `text` replaces the random ids of every row; `input_len` is then its count of tokens. `ranks` processes share the
+    model. `quantize`, `activations` and `repack` are those of `llama.load`. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -65,6 +65,7 @@ class Cell:
     fast: bool = False
     quantize: str | None = None
     activations: int = 16
+    repack: bool = True
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -88,22 +89,21 @@ class Cell:
         self._check_engine()
 
     def _check_engine(self) -> None:
-        """Raise ValueError for modes that the engine does not have."""
+        """Raise ValueError for modes that no engine has, or only our own."""
+        if self.quantize not in (None, *QUANTIZED):
+            raise ValueError(f"quantize={self.quantize!r} must be {', '.join(QUANTIZED)} or left out")
         own = {
             "logits=all": self.logits == "all",
             "exact mode": self.exact,
             "the fast step": self.fast,
             "activations=8": self.activations != 16,
+            "repack=False": not self.repack,
         }
         for what, asked in own.items():
             if asked and self.engine != "llama":
                 raise ValueError(f"{what} is ours alone; leave it out for {self.engine}")
         if self.engine != "llama" and self.ranks > 1:
             raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")
-        known = QUANTIZED_BY.get(self.engine, ())
-        if self.quantize is not None and self.quantize not in known:
-            has = f"has weights in {', '.join(known)}" if known else "is measured with the weights as they are"
-            raise ValueError(f"quantize={self.quantize!r}: the engine {self.engine} {has}; leave it out")
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class Cell:
         mode = f"batch {self.batch_size}, cache {'on' if self.kv_caching else 'off'}"
         mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
         mode += ", fast" if self.fast else ""
-        mode += f", {self.quantize} weights" if self.quantize else ""
+        mode += f", {self.packing} weights" if self.packing else ""
         mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
         mode += f", {self.kv_cache} cache" if self.kv_caching and self.kv_cache != "static" else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
@@ -119,12 +119,17 @@ class Cell:
     @property
     def rounding(self) -> tuple[Any, ...]:
         """The fields that decide how the weights and the activations are rounded."""
-        return self.engine, self.fast, self.quantize, self.activations
+        return self.engine, self.fast, self.packing, self.activations
+
+    @property
+    def packing(self) -> str | None:
+        """The name of quantized weights; mapped are stored ones that stay in their file."""
+        return self.quantize if self.repack else "mapped"
 
     @property
     def workload(self) -> "Cell":
-        """What is computed, whatever computes it: the same cell by our plain path, with the weights as they are."""
-        return self.but(engine="llama", fast=False, quantize=None, activations=16)
+        """The same cell on the plain path with unrounded weights: identifies the workload, whatever the engine."""
+        return self.but(**read_engine("llama"))
 
     @property
     def total_len(self) -> int:
@@ -142,11 +147,6 @@ class Cell:
         return 2 if self.engine == "llama.cpp" and self.quantize else self.itemsize
 
     @property
-    def has_rounded_weights(self) -> bool:
-        """Whether the weights are not the model's in the cell's dtype; OpenVINO reads no floats but F16."""
-        return self.quantize is not None or (self.engine == "openvino" and self.dtype != "fp16")
-
-    @property
     def layout(self) -> str | None:
         """The layout of the matrices if their bytes are known beforehand: of our own, and of a .gguf file."""
         return self.quantize if self.engine == "llama" or self.quantize == "stored" else None
@@ -154,14 +154,7 @@ class Cell:
     @property
     def from_file(self) -> bool:
         """Whether the matrices are those of a .gguf file, so that its header has their bytes."""
-        return self.layout in ("stored", "mapped")
-
-    @property
-    def packing(self) -> dict[str, Any]:
-        """The arguments of `load` for the weights."""
-        mapped = self.layout == "mapped"
-        quantize = "stored" if mapped else self.layout
-        return {"quantize": quantize, "activations": self.activations, "repack": not mapped}
+        return self.quantize == "stored"
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name."""

@@ -86,9 +86,10 @@ def compare_engines(report: Report) -> None:
 
     Rounded weights are other weights, so they are not compared.
     """
+    from llama.bench.run.models import has_rounded_weights  # deferred: a single cell is not compared with engines
 
     made = [(cell_of(report, row), row) for row in rows_of(report, "cell") if row.get("ids")]
-    whole = [(cell, row) for cell, row in made if not cell.has_rounded_weights]
+    whole = [(cell, row) for cell, row in made if not has_rounded_weights(cell)]
     own = [(cell, row) for cell, row in whole if cell.engine == "llama"]
     ours = {cell.workload: row["ids"] for cell, row in sorted(own, key=lambda pair: pair[1]["path"] == "plain")}
     for cell, row in whole:

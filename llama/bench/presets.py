@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama.args import ModelArgs
-from llama.bench.cell import ALWAYS_CACHED, Cell, read_engine
+from llama.bench.cell import Cell, read_engine
 from llama.bench.run.cache_kind import OWN_TEXT, QUESTION, SECRET, STEPS, text_ids
 from llama.bench.run.conversation import turns_of
+from llama.bench.run.engines import Source
 from llama.bench.run.memory_ledger import check_length
-from llama.bench.run.models import Source, check_cell, find_model
+from llama.bench.run.models import check_cell, engine_class, find_model, has_rounded_weights
 from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
 from llama.bench.run.step_times import ENOUGH, context_lengths
 from llama.bench.schema import Report, measured_rows, new_report
@@ -95,7 +96,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs that say nothing apart: all of them are done, or none is.
+    """Jobs whose figures are only meaningful together: run all of them or none.
 
     `repeats`: again while the budget lasts. `late`: only after the other groups and their first repetitions.
     """
@@ -167,7 +168,8 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
                 "in it, and each other engine once; leave this --engine out"
             )
         found.append(variant)
-    return [one.but(kv_caching=on) for one in found for on in (True, False) if on or one.engine not in ALWAYS_CACHED]
+    modes = {one: (True,) if engine_class(one.engine).always_cached else (True, False) for one in found}
+    return [one.but(kv_caching=on) for one in found for on in modes[one]]
 
 
 def kind_cells(
@@ -271,7 +273,7 @@ def table_groups(report: Report, known: Calibration, room: Callable[[], float]) 
     seen = set()
     for place, cell in enumerate(cells):
         # Random weights find all tokens about equally likely.
-        if not cell.has_rounded_weights or cell.model in RELEASED or cell.rounding in seen:
+        if not has_rounded_weights(cell) or cell.model in RELEASED or cell.rounding in seen:
             continue
         seen.add(cell.rounding)
         length = min(AGREED_ON, known.max_seq_len - 1)

@@ -82,8 +82,8 @@ def main(
             of 2048 except the scored ones.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: Another engine on the same weights and prompts, or with modes: openvino, llama.cpp:int8, llama:fast.
-            The presets table and chat take several.
+        engine: Another engine on the same weights and prompts, or with modes: transformers, llama.cpp:int8, llama:fast,
+            or FILE.py:CLASS. The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static; llama-kv kinds lists them.
             --preset caches takes several, by default all.
         contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the
@@ -150,17 +150,17 @@ def dispatch(flags: SimpleNamespace) -> int:
 
 def base_cell(flags: SimpleNamespace) -> Cell:
     """Return the single cell, or the cell that those of a preset are made from. Raises ValueError."""
-    from llama.bench.run.models import make_cell
-    from llama.bench.run.peers import check_engine
+    from llama.bench.run.models import engine_class, make_cell
 
-    quantize = flags.quantize
-    if not flags.repack:
-        if quantize != "stored":
-            raise ValueError("--repack=False leaves weights as a .gguf file has them; give --quantize stored, too")
-        quantize = "mapped"  # what a cell calls stored weights that stay in their file
-    own: Modes = {"engine": "llama", "fast": flags.fast, "quantize": quantize, "activations": flags.activations}
-    for name in {read_engine(words)["engine"] for words in flags.engine} - {"llama"}:
-        check_engine(name)
+    own: Modes = {
+        "engine": "llama",
+        "fast": flags.fast,
+        "quantize": flags.quantize,
+        "activations": flags.activations,
+        "repack": flags.repack,
+    }
+    for words in flags.engine:
+        engine_class(read_engine(words)["engine"]).package()
     has_text = flags.preset in ("caches", "chat")  # of its own, of which this is the least
     return make_cell(
         model=flags.model,
@@ -193,10 +193,12 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
     if not engine:
         return flags
     asked = read_engine(engine[0])
-    if ":" not in engine[0]:
+    if asked == read_engine(asked["engine"]):
         return {**flags, "engine": asked["engine"]}
-    if flags["fast"] or flags["quantize"] is not None or flags["activations"] != 16:
-        raise ValueError(f"--engine {engine[0]} names its modes; leave out --fast, --quantize and --activations")
+    if flags != read_engine("llama"):
+        raise ValueError(
+            f"--engine {engine[0]} names its modes; leave out --fast, --quantize, --activations and --repack"
+        )
     return asked
 
 

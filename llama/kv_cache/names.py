@@ -12,6 +12,7 @@ import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ALIASES = {"streaming-llm": "window"}  # names from papers for kinds that have another name here
@@ -95,19 +96,23 @@ def cache_kind(text: str) -> str:
     for named, layers in kinds_named(text):
         kind = read_kind(named)
         if kind.file:
-            _run(text, Path(kind.file))
+            run_file(Path(kind.file), f"kv_cache={text!r}")
         name = f"{kind.name}:{kind.params}" if kind.params else kind.name
         parts.append(name if layers is None else f"{name}@{layers}")
     return ";".join(parts)
 
 
-def _run(text: str, path: Path) -> None:
+def run_file(path: Path, setting: str) -> ModuleType:
+    """Run a user's file once in this process, and return its module. `setting` named it, and begins each error.
+
+    Raises ValueError for a file that cannot be run.
+    """
     # os.path raises no error for names that are too long, or links in a circle; running the file then does.
     module = f"llama_kv_kind_{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]}"
     if module in sys.modules:
-        return
+        return sys.modules[module]
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
-        raise ValueError(f"kv_cache={text!r}: {path} is no regular file")
+        raise ValueError(f"{setting}: {path} is no regular file")
     spec = spec_from_file_location(module, path)
     assert spec is not None
     assert spec.loader is not None
@@ -118,4 +123,5 @@ def _run(text: str, path: Path) -> None:
         del sys.modules[module]
         if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
             raise  # a command's own error for a pressed key, not one of the file
-        raise ValueError(f"kv_cache={text!r}: {path} cannot be run: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{setting}: {path} cannot be run: {type(error).__name__}: {error}") from error
+    return loaded

@@ -13,10 +13,10 @@ from llama.bench.cell import Cell
 from llama.bench.presets import Calibration, plan_report, table_cells, table_groups
 from llama.bench.run import worker
 from llama.bench.run.engines import SCORED, LlamaEngine
-from llama.bench.run.llama_cpp_engine import LlamaCppEngine
-from llama.bench.run.openvino_engine import OpenVinoEngine
+from llama.bench.run.models import engine_class, has_rounded_weights
 from llama.bench.schema import Report, new_report, rows_of
 
+OPENVINO = str(Path(__file__).parents[2] / "scripts" / "engines" / "openvino.py:OpenVino")
 TEXT = torch.arange(SCORED + 9).remainder(40).tolist()  # more than are scored at a time
 
 
@@ -32,9 +32,10 @@ def test_the_most_likely_tokens_are_those_of_one_pass() -> None:
     assert engine.model.cache is None
 
 
-@pytest.mark.parametrize(("engine", "module"), [(LlamaCppEngine, "llama_cpp"), (OpenVinoEngine, "openvino_genai")])
-def test_peers_find_the_same_most_likely_with_the_same_weights(engine: Any, module: str) -> None:
+@pytest.mark.parametrize(("name", "module"), [("llama.cpp", "llama_cpp"), (OPENVINO, "openvino_genai")])
+def test_peers_find_the_same_most_likely_with_the_same_weights(name: str, module: str) -> None:
     pytest.importorskip(module)
+    engine: Any = engine_class(name)
     model = tiny_model(tiny_args(ffn_dim=48, max_seq_len=96), dtype=torch.float32).half().float()  # F16 has them
     peer = engine.of(model, Bytes())
     found, path = peer.most_likely(TEXT)
@@ -96,10 +97,10 @@ def test_rounded_weights_are_compared_with_plain_float32_over_one_row_of_the_tex
 def test_openvino_has_rounded_weights_without_a_mode(base: Cell) -> None:
     """Its reader of files has no F32 and no BF16, so that its tokens are counted and not compared one by one."""
     known = Calibration(256, 10, 2.0, 5.0, 0.25, 1, 0.25)
-    groups = table_groups(new_report("table", table_cells(base, ["openvino"])), known, lambda: 0.0)
+    groups = table_groups(new_report("table", table_cells(base, [OPENVINO])), known, lambda: 0.0)
     (job,) = [job for group in groups for job in group.jobs if job.kind == "agreement"]
-    assert (job.cell.engine, job.cell.quantize) == ("openvino", None)
-    assert not base.but(engine="openvino", dtype="fp16").has_rounded_weights
+    assert (job.cell.engine, job.cell.quantize) == (OPENVINO, None)
+    assert not has_rounded_weights(base.but(engine=OPENVINO, dtype="fp16"))
 
 
 def test_a_table_of_random_weights_or_without_rounded_ones_counts_nothing(base: Cell) -> None:

@@ -487,8 +487,7 @@ def test_a_cell_above_the_models_limit_or_the_memory_is_rejected(native_sized: s
         {"dtype": "int8"},
         {"text": "  "},
         {"quantize": "int3"},
-        {"quantize": "int8", "engine": "transformers"},
-        {"quantize": "int2", "engine": "llama.cpp"},
+        {"repack": False, "engine": "llama.cpp"},
         {"fast": True, "engine": "llama.cpp"},
         {"exact": True, "engine": "transformers"},
         {"logits": "all", "engine": "transformers"},
@@ -507,7 +506,7 @@ def test_another_engine_is_measured_in_one_process() -> None:
 
 
 def test_an_engine_is_named_with_its_modes() -> None:
-    plain = {"engine": "transformers", "fast": False, "quantize": None, "activations": 16}
+    plain = {"engine": "transformers", "fast": False, "quantize": None, "activations": 16, "repack": True}
     assert read_engine("transformers") == plain
     assert read_engine("llama.cpp:int4") == {**plain, "engine": "llama.cpp", "quantize": "int4"}
     assert read_engine("llama:int8:fast") == read_engine("llama:fast:int8")
@@ -515,7 +514,8 @@ def test_an_engine_is_named_with_its_modes() -> None:
     assert Cell(**read_engine("llama:int8:a8")).name == "batch 1, cache on, int8 weights, 8-bit activations"
     assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
     assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
-    with pytest.raises(ValueError, match=r"the engine llama\.cpp has weights in int8, int4, stored; leave it out"):
+    assert read_engine("my/own.py:Mine:int8") == {**plain, "engine": "my/own.py:Mine", "quantize": "int8"}
+    with pytest.raises(ValueError, match=r"repack=False is ours alone; leave it out for llama\.cpp"):
         Cell(**read_engine("llama.cpp:mapped"))
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
         with pytest.raises(

@@ -168,7 +168,7 @@ def test_a_position_of_a_cache_is_the_kinds_own_and_a_peers_is_keys_and_values()
     assert position_bytes("static", Cell()) == 4 * one
     assert position_bytes("static", Cell(dtype="bf16")) == 2 * one
     assert position_bytes("static", Cell(engine="llama.cpp", quantize="int8")) == 2 * one
-    assert position_bytes("static", Cell(engine="openvino", quantize="int8")) == 4 * one
+    assert position_bytes("static", Cell(engine="own.py:Own", quantize="int8")) == 4 * one
     assert position_bytes("int8", Cell(engine="transformers")) == 4 * one
     assert position_bytes("int8", Cell()) < 4 * one
 

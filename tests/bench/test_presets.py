@@ -266,73 +266,80 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--preset", "tables"], "--preset=tables is not known; choose table, sweep, caches or chat"),
-        (["--model", "llama-9"], "known are demo, llama-3-8b"),
-        (["--model", "demo", "--ckpt_dir", "x"], "give one of them"),
-        (["--batch_size", "0"], "--batch_size=0 must be at least 1"),
-        (["--input_len", "-1"], "input_len=-1"),
-        (["--input_len", "8190"], "goes past max_seq_len=8192"),
-        (["--batch_size", "1000000"], "does not fit: weights"),
-        (["--text", "a", "--input_len", "3"], "leave out --input_len"),
-        (["--engine", "exllama"], "engine='exllama' is not known"),
-        (["--kv_cache", "lru"], "is not a known kind of cache"),
-        (["--kv_cache", "int8", "--kv_cache", "int4"], "--kv_cache: a cell has one kind of cache"),
-        (["--preset", "caches", "--kv_cache", "int8", "--kv_cache", "window:4+9"], "smaller than its 9 sinks"),
-        (["--preset", "caches", "--kv_cache", "nowhere.py:mine"], "No such file"),
-        (["--seed", str(2**64)], f"seed={2**64} must be a whole number from -2**63 to 2**64 - 1"),
-        (["--timeout", "nan"], "--timeout=nan must be a number of seconds above 0"),
-        (["--repeats", "0"], "repeats=0"),
-        (["--budget", "-1", "--preset", "table"], "--budget=-1.0"),
-        (["--budget", "inf", "--preset", "table"], "--budget=inf"),
-        (["--wait_until_quiet", "nan"], "--wait_until_quiet=nan"),
-        (["--preset", "table", "--batch_size", "4", "--compare"], "--batch_size, --compare cannot be combined with"),
-        (["--preset", "sweep", "--engine", "transformers"], "--engine cannot be combined with --preset sweep"),
-        (["--preset", "caches", "--engine", "transformers"], "--engine cannot be combined with --preset caches"),
-        (["--preset", "chat", "--input_len", "9", "--text", "a"], "leave out --input_len"),
-        (["--preset", "chat", "--text", "a"], "--text cannot be combined with --preset chat"),
-        (["--preset", "table", "--prompt_len", "9"], "only --preset caches scores the tokens behind a prompt"),
-        (["--preset", "caches", "--prompt_len", "8161"], "--prompt_len=8161 must be from 1 to 8160"),
-        (["--preset", "caches", "--text", "no/file.txt"], "no/file.txt: No such file"),
-        (["--preset", "chat", "--output_len", "9", "--logits=all"], "--output_len, --logits cannot be combined with"),
-        (["--preset", "sweep", "--input_len", "8100"], "goes past max_seq_len=8192"),
-        (["--preset", "table", "--model", "llama-3.1-405b"], "does not fit: weights"),
-        (["--resume"], "name it with --preset"),
-        (["--page_watch"], "name one with --preset"),
-        (["--quantize", "int3"], "quantize='int3': the engine llama has weights in int8, int4, stored, mapped"),
-        (["--quantize", "stored", "--model", "llama-3.2-1b"], "takes the weights as a .gguf file has them"),
-        (["--quantize", "int8", "--exact"], "computes with int8 weights by native code alone; ask for fast, too"),
-        (["--quantize", "int8", "--dtype", "fp16"], "not in torch.float16"),
-        (["--engine", "transformers:int8"], "transformers is measured with the weights as they are"),
-        (["--engine", "transformers", "--fast"], "the fast step is ours alone"),
-        (["--engine", "llama.cpp:int2"], "'int2' is no mode; known are fast, int8, int4, stored, mapped and a8"),
-        (["--repack=False"], "--repack=False leaves weights as a .gguf file has them; give --quantize stored, too"),
-        (
-            ["--quantize", "stored", "--repack=False", "--model", "llama-3.2-1b"],
-            "quantize=mapped takes the weights as a .gguf file has them",
-        ),
-        (["--engine", "llama:int8", "--quantize", "int4"], "names its modes"),
-        (["--preset", "table", "--engine", "llama:fast", "--engine", "llama:fast"], "would be in the table twice"),
-        (["--preset", "table", "--engine", "llama"], "would be in the table twice"),
-        (["--preset", "caches", "--kv_cache", "int8", "--kv_cache", "int8"], "would be in the table twice"),
-        (["--logits", "all", "--engine", "transformers"], "logits=all is ours alone"),
-        (["--exact", "--engine", "transformers"], "exact mode is ours alone"),
-        (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
-        (["--out", "/proc/nothing", "--preset", "table"], "/proc/nothing"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-@pytest.mark.usefixtures("meta")  # fetches the tokenizer of llama-3.1-405b, of which a line would tell
+# Flags, and a part of the error. Refused by the flags alone, or by a cell, before a model is looked for:
+REFUSED = {
+    "--preset tables": "--preset=tables is not known; choose table, sweep, caches or chat",
+    "--batch_size 0": "--batch_size=0 must be at least 1",
+    "--text a --input_len 3": "leave out --input_len",
+    "--kv_cache int8 --kv_cache int4": "--kv_cache: a cell has one kind of cache",
+    "--timeout nan": "--timeout=nan must be a number of seconds above 0",
+    "--budget -1 --preset table": "--budget=-1.0",
+    "--budget inf --preset table": "--budget=inf",
+    "--wait_until_quiet nan": "--wait_until_quiet=nan",
+    "--preset table --batch_size 4 --compare": "--batch_size, --compare cannot be combined with",
+    "--preset sweep --engine transformers": "--engine cannot be combined with --preset sweep",
+    "--preset caches --engine transformers": "--engine cannot be combined with --preset caches",
+    "--preset chat --input_len 9 --text a": "leave out --input_len",
+    "--preset chat --text a": "--text cannot be combined with --preset chat",
+    "--preset table --prompt_len 9": "only --preset caches scores the tokens behind a prompt",
+    "--preset table --contexts 40": "--contexts: only --preset caches times steps at lengths of your choice",
+    "--preset caches --contexts many": "--contexts many must be numbers of tokens",
+    "--preset chat --output_len 9 --logits=all": "--output_len, --logits cannot be combined with",
+    "--resume": "name it with --preset",
+    "--page_watch": "name one with --preset",
+    "--json /proc/nothing/x.json": "/proc/nothing",
+    "--model llama-9": "known are demo, llama-3-8b",
+    "--model demo --ckpt_dir x": "give one of them",
+    "--input_len -1": "input_len=-1",
+    "--engine exllama": "engine='exllama' is not known",
+    "--engine llama.cpp:int2": "'int2' is no mode; known are fast, int8, int4, stored, mapped and a8",
+    "--engine llama:int8 --quantize int4": "names its modes",
+    "--engine llama:int8 --repack=False": "names its modes",
+    "--engine transformers:int8": "transformers is measured with the weights as they are",
+    "--engine transformers --fast": "the fast step is ours alone",
+    "--logits all --engine transformers": "logits=all is ours alone",
+    "--exact --engine transformers": "exact mode is ours alone",
+    "--quantize int3": "quantize='int3' must be int8, int4, stored or left out",
+    "--quantize int8 --exact": "computes with int8 weights by native code alone; ask for fast, too",
+    "--quantize int8 --dtype fp16": "not in torch.float16",
+    "--repack=False": "repack=False leaves weights as a .gguf file has them; ask for quantize stored, too",
+    "--kv_cache lru": "is not a known kind of cache",
+    f"--seed {2**64}": f"seed={2**64} must be a whole number from -2**63 to 2**64 - 1",
+}
+# Refused by the sizes of a model; TINY stands for --ckpt_dir and a tiny one's.
+REFUSED_BY_SIZES = {
+    "TINY --input_len 250": "passes the model's max_seq_len=256",
+    "TINY --preset sweep --input_len 100": "passes the model's max_seq_len=256",
+    "TINY --input_len 6 --batch_size 1000000000": "does not fit: weights",
+    "TINY --input_len 6 --repeats 0": "repeats=0",
+    "TINY --input_len 6 --quantize stored --repack=False": "quantize=stored takes the weights as a .gguf file has them",
+    "TINY --preset caches --kv_cache int8 --kv_cache window:4+9": "smaller than its 9 sinks",
+    "TINY --preset caches --kv_cache nowhere.py:mine": "No such file",
+    "TINY --preset caches --kv_cache int8 --kv_cache int8": "would be in the table twice",
+    "TINY --preset caches --prompt_len 225": "--prompt_len=225 must be from 1 to 224",
+    "TINY --preset caches --text no/file.txt": "no/file.txt: No such file",
+    "TINY --input_len 6 --preset table --engine llama:fast --engine llama:fast": "would be in the table twice",
+    "TINY --input_len 6 --preset table --engine llama": "would be in the table twice",
+    "TINY --input_len 6 --preset table --out /proc/nothing": "/proc/nothing",
+}
+
+
 def test_what_cannot_be_measured_is_refused_in_one_line(
-    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+    base: Cell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*words, "--device", "cpu") == 2
-    printed = capsys.readouterr()
-    assert error in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
+    def wrong(refused: dict[str, str]) -> dict[str, str]:
+        """Return what was printed instead of one line with the error."""
+        found = {}
+        for words, error in refused.items():
+            code = run(*words.replace("TINY", f"--ckpt_dir {base.model}").split(), "--device", "cpu")
+            printed = capsys.readouterr()
+            if (code, printed.out, printed.err.count("\n"), error in printed.err) != (2, "", 1, True):
+                found[words] = f"{code}: {printed.out}{printed.err}"
+        return found
+
+    assert wrong(REFUSED_BY_SIZES) == {}
+    monkeypatch.setattr("llama.bench.run.models.find_model", None)
+    assert wrong(REFUSED) == {}
 
 
 def test_the_script_writes_a_preset_into_a_folder_with_a_generation_if_asked_for(

@@ -15,6 +15,7 @@ class BatchingEngine(Engine):
     """
 
     name: str  # as a user reads it
+    always_cached = True
 
     @abstractmethod
     def steps(self, prompts: Prompts, output_len: int) -> Iterator[list[list[int]]]:

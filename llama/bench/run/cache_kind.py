@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from llama.bench.cell import Cell
-from llama.bench.run.engines import forwards_by_runner, path_of
+from llama.bench.run.engines import Source, forwards_by_runner, path_of
 from llama.bench.run.kind_validity import judge_kind
 from llama.bench.run.memory_ledger import check_memory
-from llama.bench.run.models import Source, find_model
+from llama.bench.run.models import find_model
 from llama.bench.run.needle import DEPTHS, Haystack, finds
 from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache
 from llama.bench.schema import Row

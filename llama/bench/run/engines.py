@@ -1,54 +1,83 @@
-"""The base class of engines, and our own engine: greedy runs of a fixed length, and what was observed."""
+"""The base class of engines, and our own engine: greedy runs of a fixed length, and what was observed.
+
+A subclass of `Engine` in a file of its own is an engine, too: `--engine FILE.py:CLASS`; scripts/engines/ has three.
+"""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from llama.args import ModelArgs
+from llama.bench.cell import Cell
+from llama.host.machine import DTYPES
 from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.request import Options, common_beginning
 from llama.stepper import CallKind
 from llama.streaming import TextCodec, encode_prompt
+from llama.tokenizer import Tokenizer
 
 Prompts = Sequence[Sequence[int]]  # the ids of each row
 GREEDY: Options = {"temperature": 0.0}
+PEERS = 'pip install -c constraints.txt -e ".[peers]"'
 SCORED = 64  # positions whose logits are computed at a time, if those of all are needed
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device."""
+
+    args: ModelArgs
+    tokenizer: Tokenizer
+    weights: str
+    device: torch.device
+    dtype: torch.dtype
+    build: Callable[[], Transformer]
+    file: Path | None = None  # the .gguf file of its weights
+    stored: Mapping[str, int] | None = None  # the bytes of each matrix, if the cell uses those of the file as they are
 
 
 @dataclass
 class Run:
-    """One run, as it was observed from outside; None means that the engine does not show it.
+    """One run, as it was observed from outside; None means that the engine does not show it."""
 
-    started, token_times: of `time.perf_counter`, when the engine was called, and when each token of all rows was on the
-    host, or on a device that runs ahead of the host. fed: (rows, tokens a row) of every forward. cache_bytes,
-    cache_length: at the last forward, and the capacity. logits_bytes: the most that a forward returned. greedy: whether
-    every token that was fed back was the most likely one, for warm-ups alone. path: what executed the forwards.
-    fast_forwards, fast_wanted: how many forwards the fast step did, and should have done.
-    """
-
-    started: float = 0.0
-    token_times: list[float] = field(default_factory=list)
+    started: float = 0.0  # of `time.perf_counter`, when the engine was called
+    token_times: list[float] = field(default_factory=list)  # when each token of all rows was on the host, or the device
     ids: list[list[int]] = field(default_factory=list)
-    fed: list[tuple[int, int]] = field(default_factory=list)
-    cache_bytes: int | None = None
-    cache_length: int | None = None
-    logits_bytes: int | None = None
-    greedy: bool | None = None
-    path: str | None = None
-    fast_forwards: int = 0
-    fast_wanted: int = 0
+    fed: list[tuple[int, int]] = field(default_factory=list)  # rows, and tokens a row, of every forward
+    cache_bytes: int | None = None  # at the last forward
+    cache_length: int | None = None  # the capacity
+    logits_bytes: int | None = None  # the most that a forward returned
+    greedy: bool | None = None  # every token fed back was the most likely one; observed in warm-ups only
+    path: str | None = None  # what executed the forwards
+    fast_forwards: int = 0  # forwards that the fast step ran
+    fast_wanted: int = 0  # forwards that it should have run
 
 
 class Engine(ABC):
     """A model of the sizes `args` that is measured. `path` names what executes a forward, if a run does not show it."""
+
+    always_cached: ClassVar[bool] = False  # it cannot run without its cache
+    quantized: ClassVar[tuple[str, ...]] = ()  # the values of `--quantize` that it has
+    whole_in: ClassVar[tuple[str, ...]] = tuple(DTYPES)  # dtypes in which it does not round the model's weights
+
+    @staticmethod
+    def package() -> Any:
+        """Return the package that computes, or None if it is this one. Raises ValueError if it is not installed."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        """Return the engine with a model's weights, as the cell wants them. Raises ValueError if it cannot run them."""
 
     def __init__(self, args: ModelArgs, tokenizer: TextCodec, *, path: str, weights_bytes: int) -> None:
         self.args, self.path, self.weights_bytes = args, path, weights_bytes
@@ -71,6 +100,15 @@ class Engine(ABC):
     @abstractmethod
     def conversation(self, length: int, *, kv_caching: bool) -> "Conversation":
         """Return an empty text of up to `length` tokens, whose cache the engine keeps between calls."""
+
+
+@contextmanager
+def needed(engine: str, package: str, *, remedy: str = PEERS) -> Iterator[None]:
+    """Raise ValueError with the remedy if an import in the block fails because a package is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--engine {engine} needs {package}, which is not installed: {remedy}") from error
 
 
 class Conversation(ABC):
@@ -142,6 +180,12 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
 
 class LlamaEngine(Engine):
     """This library. `logits="all"` makes every forward compute the logits of all positions, as published code does."""
+
+    quantized = ("int8", "int4", "stored")
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        return cls(source.build(), source.tokenizer, logits=cell.logits)
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
         path, weights = path_of(model, fast=0, all=0), stored_weight_bytes(model)

@@ -10,22 +10,24 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from llama.args import ModelArgs
+from llama.bench.cell import Cell
 from llama.bench.run.engines import (
     SCORED,
     Conversation,
     Engine,
     Prompts,
     Run,
+    Source,
     cached_prefix,
     check_cached,
     check_on_cpu,
+    needed,
 )
-from llama.bench.run.peers import check_engine
 from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
 from llama.request import make_request
@@ -45,6 +47,22 @@ class LlamaCppEngine(Engine):
     report the bytes of its cache and its logits.
     """
 
+    always_cached = True
+    quantized = ("int8", "int4", "stored")
+
+    @staticmethod
+    def package() -> Any:
+        with needed("llama.cpp", "llama-cpp-python"):
+            import llama_cpp
+        return llama_cpp
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        if cell.quantize != "stored":
+            return cls.of(source.build(), source.tokenizer, quantize=cell.quantize)
+        assert source.file is not None
+        return cls(source.file, source.args, source.tokenizer, weights="stored")
+
     def __init__(
         self,
         file: Path,
@@ -56,7 +74,7 @@ class LlamaCppEngine(Engine):
         resources: ExitStack | None = None,
     ) -> None:
         """Load a .gguf file. `weights` names their layout if they are quantized. The engine takes over `resources`."""
-        self.api = check_engine("llama.cpp")
+        self.api = self.package()
         _log_errors_only(self.api)
         self._pointer = _loaded(self.api, file)
         resources = ExitStack() if resources is None else resources
@@ -68,12 +86,12 @@ class LlamaCppEngine(Engine):
         super().__init__(args, tokenizer, path=path, weights_bytes=self.api.llama_model_size(self._pointer))
 
     @classmethod
-    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "LlamaCppEngine":
+    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> Self:
         """Return an engine with a copy of the weights, in a .gguf file that exists as long as the engine.
 
         `quantize` is int8 for its Q8_0, int4 for its Q4_0, or None for the weights as they are.
         """
-        api = check_engine("llama.cpp")
+        api = cls.package()
         check_on_cpu("llama.cpp", model)
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"

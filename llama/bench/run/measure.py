@@ -11,7 +11,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.run.engines import Engine, LlamaEngine, Run
+from llama.bench.run.engines import Engine, LlamaEngine, Run, Source
 from llama.bench.run.memory import peaks, reset_peaks, tensor_peak
 from llama.bench.run.memory_ledger import (
     cache_of,
@@ -21,7 +21,7 @@ from llama.bench.run.memory_ledger import (
     reserved_cache_bytes,
     workspace,
 )
-from llama.bench.run.models import Opened, Source
+from llama.bench.run.models import Opened
 from llama.bench.run.validity import judge, notes
 from llama.bench.schema import Row
 from llama.costs import forward_flops, forwards, parameters, step_bytes

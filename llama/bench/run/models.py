@@ -1,11 +1,12 @@
-"""The models that a benchmark can measure, a checkpoint, the demo or a released shape, and the engines that run them.
+"""The models that a benchmark can measure, a checkpoint, the demo or a released shape, and the engines by their names.
 
 Meta's weights are gated, and no time or size depends on their values. The tokenizer is Meta's.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +15,11 @@ import torch
 from llama.api import check_modes, pick_cache, pick_device, pick_dtype
 from llama.args import ModelArgs
 from llama.bench.cell import Cell
-from llama.bench.run.engines import Engine, LlamaEngine
+from llama.bench.run.engines import Engine, LlamaEngine, Source
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
-from llama.bench.run.onnxruntime_engine import OnnxRuntimeEngine
-from llama.bench.run.openvino_engine import OpenVinoEngine
 from llama.bench.run.transformers_engine import TransformersEngine
-from llama.bench.run.vllm_engine import VllmEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
 from llama.checkpoint.base import Weight, needed_shapes
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
@@ -30,6 +28,7 @@ from llama.fast.choose import make_fast
 from llama.host.files import cache_dir
 from llama.host.machine import DTYPES, dtype_name
 from llama.kv_cache import Cache, cache_kind
+from llama.kv_cache.names import run_file
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import PackedWeight
@@ -39,23 +38,32 @@ from llama.sampling import check_seed
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 
+ENGINES: dict[str, type[Engine]] = {
+    "llama": LlamaEngine,
+    "transformers": TransformersEngine,
+    "llama.cpp": LlamaCppEngine,
+}
 
-@dataclass(frozen=True)
-class Source:
-    """A model that is not in memory yet: its sizes, its tokenizer, and how to build it on a device.
 
-    file: the .gguf file of its weights. stored: the bytes of each matrix by its name, if the cell uses the matrices as
-    they are in that file.
-    """
+def engine_class(name: str) -> type[Engine]:
+    """Return the class of an engine, NAME or FILE.py:CLASS. Raises ValueError if there is none."""
+    head, in_file, own = name.rpartition(".py:")
+    if not in_file:
+        known = f"known are {', '.join(ENGINES)} and FILE.py:CLASS, such as scripts/engines/openvino.py:OpenVino"
+        classes = ENGINES
+    else:
+        there = vars(run_file(Path(f"{head}.py"), f"engine={name!r}"))
+        classes = {one: value for one, value in there.items() if isinstance(value, type) and issubclass(value, Engine)}
+        classes = {one: value for one, value in classes.items() if not isabstract(value)}
+        known = f"{head}.py has {', '.join(classes) or 'no subclass of llama.bench.run.engines.Engine'}"
+    if own not in classes:
+        raise ValueError(f"engine={name!r} is not known; {known}")
+    return classes[own]
 
-    args: ModelArgs
-    tokenizer: Tokenizer
-    weights: str
-    device: torch.device
-    dtype: torch.dtype
-    build: Callable[[], Transformer]
-    file: Path | None = None
-    stored: Mapping[str, int] | None = None
+
+def has_rounded_weights(cell: Cell) -> bool:
+    """Return whether a cell computes with other weights than the model's in the cell's dtype."""
+    return cell.quantize is not None or cell.dtype not in engine_class(cell.engine).whole_in
 
 
 def make_cell(
@@ -86,11 +94,15 @@ def make_cell(
 
 
 def check_cell(cell: Cell) -> None:
-    """Raise ValueError for modes that our own engine does not have together, or not on this device."""
+    """Raise ValueError for modes that an engine does not have, or does not have together, or not on this device."""
+    has = engine_class(cell.engine).quantized
+    if cell.quantize is not None and cell.quantize not in has:
+        words = f"has weights in {', '.join(has)}" if has else "is measured with the weights as they are"
+        raise ValueError(f"quantize={cell.quantize!r}: the engine {cell.engine} {words}; leave it out")
     if cell.engine == "llama":
-        device, dtype = pick_device(cell.device), DTYPES[cell.dtype]
-        packing = {**cell.packing, "quantize": cell.packing["quantize"] or "none"}  # a cell names its weights
-        check_modes(device, dtype, fast=cell.fast, exact=cell.exact, **packing)
+        modes: Any = {"fast": cell.fast, "exact": cell.exact, "activations": cell.activations, "repack": cell.repack}
+        # A cell names its weights.
+        check_modes(pick_device(cell.device), DTYPES[cell.dtype], quantize=cell.quantize or "none", **modes)
 
 
 def find_model(cell: Cell) -> Source:
@@ -107,12 +119,13 @@ def find_model(cell: Cell) -> Source:
     args = replace(args, kv_cache=cache_kind(cell.kv_cache))
 
     def build() -> Transformer:
+        packing: Any = {"quantize": cell.layout, "activations": cell.activations}
         if checkpoint is None:
-            rounded: Any = {"quantize": cell.layout, "activations": cell.activations}
-            model = random_model(args, dtype=dtype, device=device, **rounded)
+            model = random_model(args, dtype=dtype, device=device, **packing)
         else:
             ranks = join(device)
-            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **cell.packing).eval()
+            packing |= {"ranks": ranks, "repack": cell.repack}
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, **packing).eval()
         if cell.fast:  # compiles here, before anything is timed
             make_fast(model, cache_dir() / "native", trial=not cell.exact)
         model.exact = cell.exact
@@ -128,12 +141,12 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
     """Return the bytes of each matrix of a .gguf file: ours in memory, a peer's in the file, which it maps."""
     if checkpoint is None or not checkpoint.path.is_file():
         raise ValueError(
-            f"quantize={cell.quantize} takes the weights as a .gguf file has them, and {cell.model} is none; name one "
+            f"quantize=stored takes the weights as a .gguf file has them, and {cell.model} is none; name one "
             "with ckpt_dir, or choose int8 or int4"
         )
     if cell.engine != "llama":
         return file_bytes_of(checkpoint)
-    return stored_bytes(checkpoint, dtype, repack=cell.layout != "mapped")
+    return stored_bytes(checkpoint, dtype, repack=cell.repack)
 
 
 class Opened(NamedTuple):
@@ -157,25 +170,7 @@ def open_engine(cell: Cell) -> Opened:
         "parameters": parameters(source.args),
         "sizes": json.loads(json.dumps(vars(source.args), default=vars)),
     }
-    return Opened(_engine_of(cell, source), facts, before, source.stored)
-
-
-def _engine_of(cell: Cell, source: Source) -> Engine:
-    if cell.engine == "llama":
-        return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
-    if cell.engine == "transformers":
-        return TransformersEngine(source.build(), source.tokenizer)
-    if cell.engine == "vllm":
-        return VllmEngine(source.build(), source.tokenizer)
-    if cell.engine == "onnxruntime":
-        return OnnxRuntimeEngine(source.build(), source.tokenizer, quantize=cell.quantize)
-    if cell.quantize != "stored":
-        peer = LlamaCppEngine if cell.engine == "llama.cpp" else OpenVinoEngine
-        return peer.of(source.build(), source.tokenizer, quantize=cell.quantize)
-    assert source.file is not None
-    if cell.engine == "llama.cpp":
-        return LlamaCppEngine(source.file, source.args, source.tokenizer, weights="stored")
-    return OpenVinoEngine(source.file, source.args, source.tokenizer, weights="stored", dtype=source.dtype)
+    return Opened(engine_class(cell.engine).load(source, cell), facts, before, source.stored)
 
 
 def random_model(

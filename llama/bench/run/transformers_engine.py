@@ -3,13 +3,23 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from llama.bench.run.engines import Conversation, Engine, Prompts, Run, cached_prefix, hooked, stored_weight_bytes
-from llama.bench.run.peers import check_engine
+from llama.bench.cell import Cell
+from llama.bench.run.engines import (
+    Conversation,
+    Engine,
+    Prompts,
+    Run,
+    Source,
+    cached_prefix,
+    hooked,
+    needed,
+    stored_weight_bytes,
+)
 from llama.checkpoint.export import huggingface_config, huggingface_tensors
 from llama.model import Transformer
 from llama.request import make_request
@@ -19,9 +29,19 @@ from llama.streaming import TextCodec
 class TransformersEngine(Engine):
     """transformers' `generate` with its defaults: eager, with its default attention and its default cache."""
 
+    @staticmethod
+    def package() -> Any:
+        with needed("transformers", "transformers"):
+            import transformers
+        return transformers
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        return cls(source.build(), source.tokenizer)
+
     def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
         """Make an engine that shares the memory of the model's weights, except those of wq and wk."""
-        transformers = check_engine("transformers")
+        transformers = self.package()
         # This limit allocates nothing; transformers warns of scaled RoPE if it is small.
         length = max(model.args.max_seq_len, 1 << 17)
         config = transformers.AutoConfig.for_model(
@@ -90,7 +110,7 @@ class TransformersConversation(Conversation):
 
     def feed(self, ids: list[int]) -> int:
         if self._kv_caching and (self._cache is None or cached_prefix(self._ids, ids) < len(self._ids)):
-            self._cache = check_engine("transformers").DynamicCache(config=self._model.config)
+            self._cache = TransformersEngine.package().DynamicCache(config=self._model.config)
         given = torch.tensor([ids], device=self._model.device)
         asked = {"max_new_tokens": 1, "do_sample": False, "use_cache": self._kv_caching}
         with hooked(self._model, self._count, lambda *_: None), torch.inference_mode():

