@@ -103,16 +103,17 @@ def compare_engines(report: Report) -> None:
 
 
 def compare_turns(report: Report) -> None:
-    """Note for each way through a conversation in which turns its first token differs from the first way's.
+    """Note for each way through a conversation in which turns its first token differs from that of the first way.
 
     Ways with differently rounded weights are not compared.
     """
     firsts: dict[tuple[Any, ...], Row] = {}
-    apart: dict[tuple[int, str], list[str]] = {}
+    differ: dict[tuple[int, str, str], list[str]] = {}
     for row in rows_of(report, "turn") + rows_of(report, "prompts"):
         cell = cell_of(report, row)
         first = firsts.setdefault((row["figures"], row.get("turn"), cell.quantize, cell.activations), row)
         if row["ids"] != first["ids"]:
-            apart.setdefault((row["cell"], row["way"]), []).append(str(row.get("turn", 0) + 1))
-    for (cell_index, way), turns in apart.items():
-        add_note(report, cell_index, f"{way}: other first tokens than the first way's in turn {', '.join(turns)}")
+            differ.setdefault((row["cell"], row["way"], first["way"]), []).append(str(row.get("turn", 0) + 1))
+    for (cell_index, way, first_way), turns in differ.items():
+        words = f"{way}: its first token differs from that of `{first_way}` in turn {', '.join(turns)}"
+        add_note(report, cell_index, words)

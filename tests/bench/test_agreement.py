@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 from fakes import NATIVE_SIZES, Bytes, write_checkpoint
-from jobs_here import Here, jobs_here, run_of
 from tiny import tiny_args, tiny_model
 
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, plan_report, table_cells, table_groups
+from llama.bench.presets import Calibration, Job, table_cells, table_groups
 from llama.bench.run import worker
 from llama.bench.run.engines import SCORED, LlamaEngine
 from llama.bench.run.models import engine_class, has_rounded_weights
-from llama.bench.schema import Report, new_report, rows_of
+from llama.bench.schema import new_report
 
 OPENVINO = str(Path(__file__).parents[2] / "scripts" / "engines" / "openvino.py:OpenVino")
 TEXT = torch.arange(SCORED + 9).remainder(40).tolist()  # more than are scored at a time
@@ -50,29 +49,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
     return Cell(input_len=6, output_len=4, model=str(folder), threads=1)
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    return jobs_here(monkeypatch, lambda kind, cell: f"{kind}: {cell.name}")
+def agreements(cells: list[Cell]) -> list[Job]:
+    """Return the jobs of a table that count how often rounded weights agree with float32."""
+    known = Calibration(256, 10, 2.0, 5.0, 0.25, 1, 0.25)
+    groups = table_groups(new_report("table", cells), known, lambda: 0.0)
+    return [job for group in groups for job in group.jobs if job.kind == "agreement"]
 
 
-def table(base: Cell, out: Path, engines: list[str], *, resume: bool = False) -> Report:
-    run = run_of(plan_report("table", base, engines=engines, kinds=[], budget=0), out, resume=resume)
-    run.run()
-    return run.report
-
-
-def test_a_table_counts_once_for_each_way_with_rounded_weights(base: Cell, here: Here, tmp_path: Path) -> None:
-    report = table(base, tmp_path, ["llama:int8", "llama:int4"])
-    scored = ["agreement: batch 1, cache on, int8 weights", "agreement: batch 1, cache on, int4 weights"]
-    assert [job for job in here.done if job.startswith("agreement")] == scored
-    eight, four = rows_of(report, "agreement")
-    assert [report["cells"][row["cell"]]["quantize"] for row in (eight, four)] == ["int8", "int4"]
+def test_a_table_counts_once_for_each_way_with_rounded_weights(base: Cell) -> None:
+    jobs = agreements(table_cells(base, ["llama:int8", "llama:int4"]))
+    assert [job.cell.name for job in jobs] == ["batch 1, cache on, int8 weights", "batch 1, cache on, int4 weights"]
+    ((eight,), (four,)) = (worker.JOBS[job.kind](job.cell, **job.options)["rows"] for job in jobs)
     assert (four["path"], four["text"]) == ("plain, int4 weights", "persuasion.txt")
     assert eight["tokens"] == four["tokens"] == 255  # what the model can read, and one more
     assert 0.1 < four["top1_agreement"] < eight["top1_agreement"] <= 1  # of 300 words, by random weights
-    table(base, tmp_path, ["llama:int8", "llama:int4"], resume=True)
-    assert len([job for job in here.done if job.startswith("agreement")]) == 2
-    assert report["failures"] == []
 
 
 def test_rounded_weights_are_compared_with_plain_float32_over_one_row_of_the_text(
@@ -96,15 +86,11 @@ def test_rounded_weights_are_compared_with_plain_float32_over_one_row_of_the_tex
 
 def test_openvino_has_rounded_weights_without_a_mode(base: Cell) -> None:
     """Its reader of files has no F32 and no BF16, so that its tokens are counted and not compared one by one."""
-    known = Calibration(256, 10, 2.0, 5.0, 0.25, 1, 0.25)
-    groups = table_groups(new_report("table", table_cells(base, [OPENVINO])), known, lambda: 0.0)
-    (job,) = [job for group in groups for job in group.jobs if job.kind == "agreement"]
+    (job,) = agreements(table_cells(base, [OPENVINO]))
     assert (job.cell.engine, job.cell.quantize) == (OPENVINO, None)
     assert not has_rounded_weights(base.but(engine=OPENVINO, dtype="fp16"))
 
 
 def test_a_table_of_random_weights_or_without_rounded_ones_counts_nothing(base: Cell) -> None:
-    known = Calibration(256, 10, 2.0, 5.0, 0.25, 1, 0.25)
     for cells in (table_cells(base, []), table_cells(Cell(model="llama-3.2-1b"), ["llama:int8"])):
-        groups = table_groups(new_report("table", cells), known, lambda: 0.0)
-        assert "agreement" not in {job.kind for group in groups for job in group.jobs}
+        assert agreements(cells) == []

@@ -1,6 +1,5 @@
 """The preset of kinds of cache measures bytes, time and quality of each at one length, within its budget."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,16 +10,16 @@ from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import CEILINGS, Here, jobs_here, run_of
 from native import needs_a_compiler
 
-from llama import cli, load
+from llama import load
 from llama.bench import plan as plan_module
 from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, plan_report
+from llama.bench.presets import Calibration, choose_text, kind_groups, plan_report
 from llama.bench.report.text import report_markdown
-from llama.bench.run import step_times
+from llama.bench.run import cache_kind, step_times, worker
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
-from llama.bench.run.directory import resumed_run
-from llama.bench.run.jobs import JobDied
+from llama.bench.run.directory import new_run, resumed_run
+from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.kind_validity import CHECKS
 from llama.bench.schema import Report, Row, cell_row, rows_of
 from llama.bench.texts import read_corpus
@@ -30,8 +29,9 @@ from llama.kv_cache import KVCache
 from llama.quality.perplexity import compare
 from llama.streaming import encode_prompt
 
-KINDS = ["int8", "window:40+4", "paged"]
-LENGTH, SCORED = 128, 40
+KINDS = ["int8", "window:20+4", "paged", "h2o:100"]
+LENGTH, SCORED = 64, 16
+TEXT = read_corpus()[:6000]
 POSITION = 2 * 2 * 2 * 8 * 4  # bytes of one: layers, keys and values, heads of 8, fp32
 
 
@@ -48,10 +48,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
 
 def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Do the jobs in this process, on little text, beside no other work."""
-    monkeypatch.setattr(presets, "KIND_CONTEXTS", (64, LENGTH, 512))
+    monkeypatch.setattr(presets, "KIND_CONTEXTS", (32, LENGTH, 512))
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
     monkeypatch.setattr(presets, "LENGTHS", (120,))
-    monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 20, 1, 1), (16, 8, 0, 0), (16, 0, 0, 0)))
+    monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 10, 1, 1), (8, 4, 0, 0), (8, 0, 0, 0)))
+    monkeypatch.setattr(presets, "FEWEST", 8)
+    for module in (presets, cache_kind):
+        monkeypatch.setattr(module, "DEPTHS", (0.5,))
+    monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 0.0)
     return jobs_here(monkeypatch, lambda kind, cell: f"{kind} {cell.kv_cache}")
 
@@ -60,6 +64,14 @@ def measured(base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float 
     run = run_of(plan_report("caches", base, engines=[], kinds=kinds, budget=minutes), out, resume=resume)
     run.run()
     return run.report
+
+
+def judged(cell: Cell, **changes: Any) -> list[Row]:
+    """Return the rows of the job that judges a kind on the text of a whole run, without needles."""
+    plan: Any = {"text": cache_kind.OWN_TEXT, "prompt_len": None, "longest": LENGTH} | changes
+    choose_text(plan, (SCORED, 10, 0, 0), 160)
+    rows: list[Row] = worker.JOBS["cache_quality"](cell, plan=plan)["rows"]
+    return rows
 
 
 class Whole(NamedTuple):
@@ -89,36 +101,38 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
         *(f"cache_quality {kind}" for kind in all_kinds),
         *(f"cache_costs {kind}" for kind in all_kinds),
     ]
-    assert report["plan"]["contexts"] == [64, LENGTH], "as far as the model's limit goes"
+    assert report["plan"]["contexts"] == [32, LENGTH], "as far as the model's limit goes"
     assert report["failures"] == []
-    for place in range(4):
-        steps, row = rows_of(report, "step", place), quality(report, place)
-        assert [(step["context"], len(step["step_seconds"])) for step in steps] == [(64, STEPS), (LENGTH, STEPS)]
-        for one in (*steps, row, *rows_of(report, "needle", place)):
+    for place in range(len(all_kinds)):
+        steps, row, (needle,) = rows_of(report, "step", place), quality(report, place), rows_of(report, "needle", place)
+        assert [(step["context"], len(step["step_seconds"])) for step in steps] == [(32, STEPS), (LENGTH, STEPS)]
+        for one in (*steps, row, needle):
             assert one["cache_bytes"] == one["predicted_cache_bytes"]
-        assert (row["context"], row["tokens"], row["greedy_tokens"]) == (LENGTH, SCORED, 20)
+        assert (row["context"], row["tokens"], row["greedy_tokens"]) == (LENGTH, SCORED, 10)
         assert len(row["step_seconds"]) == STEPS
-        assert row["judged"]
-        assert [(one["context"], one["tries"]) for one in rows_of(report, "needle", place)] == [(120, 5)]
+        assert (needle["context"], needle["tries"]) == (120, 1)
         assert cell_row(report, place)["path"] == row["path"] == "plain"
-    static, int8, window, paged = (quality(report, place) for place in range(4))
+    static, int8, window, paged, _ = rows_of(report, "quality")
     for row in (static, paged):
         assert row["mean_kl"] < 1e-9
         assert (row["top1_agreement"], row["divergence_token"]) == (1.0, None)
     assert static["cache_bytes"] == (LENGTH - 1) * POSITION
-    assert window["cache_bytes"] == 44 * POSITION
+    assert window["cache_bytes"] == 24 * POSITION
     assert 0 < int8["mean_kl"] < window["mean_kl"]
     assert static["nll"] == pytest.approx(paged["nll"])
-    facts = [cell_row(report, place) for place in range(4)]
-    assert [row["lossless"] for row in facts] == [True, False, False, True]
-    assert [row["saves"] for row in facts] == [False, True, True, False]
-    assert [row["quantized"] for row in facts] == [False, True, False, False], "the window stores keys as they come"
+    facts = [cell_row(report, place) for place in range(5)]
+    assert [row["lossless"] for row in facts] == [True, False, False, True, False]
+    assert [row["saves"] for row in facts] == [False, True, True, False, True]
+    assert [row["quantized"] for row in facts] == [False, True, *[False] * 3], "the window stores keys as they come"
+    assert [row["judged"] for row in rows_of(report, "quality")] == [True] * 4 + [False], "h2o has dropped nothing"
+    assert [row["judged"] for row in rows_of(report, "needle")] == [True] * 5
+    assert {row["status"] for row in rows_of(report, "check") if row["name"] in CHECKS} <= {"ok", "not observed"}
 
 
 def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Whole) -> None:
     """Against a full cache fed step by step; the preset compares with one pass without a cache."""
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
-    ids = encode_prompt(tokenizer, read_corpus())[:LENGTH]
+    ids = encode_prompt(tokenizer, TEXT)[:LENGTH]
     for place, kind in enumerate(["static", *KINDS]):
         wanted, found = compare(model, kind, ids, prompt_len=LENGTH - SCORED), quality(whole.report, place)
         assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
@@ -129,7 +143,7 @@ def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Who
 def test_greedy_text_is_what_generation_writes_and_its_divergence_is_found_in_one_pass(base: Cell) -> None:
     tiny = {"device": "cpu", "dtype": "fp32"}
     model, tokenizer = load(base.model, **tiny)
-    prompt = encode_prompt(tokenizer, read_corpus())[:60]
+    prompt = encode_prompt(tokenizer, TEXT)[:60]
     full = model.generate_tokens([prompt], 30, temperature=0.0)[0][0]
     assert greedy_divergence(model, prompt, 30) == {"greedy_tokens": 30, "divergence_token": None}
     window, _ = load(base.model, kv_cache="window:8+2", **tiny)
@@ -140,18 +154,6 @@ def test_greedy_text_is_what_generation_writes_and_its_divergence_is_found_in_on
     with torch.inference_mode():
         logits = model.with_kv_caching(False)(torch.tensor([prompt + full[:token]]))[0, -1].topk(2).values
     assert found["margin"] == pytest.approx(float(logits[0] - logits[1]), rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.usefixtures("here")
-def test_a_kind_is_not_judged_where_it_has_dropped_nothing(base: Cell, tmp_path: Path) -> None:
-    """`h2o:140` keeps everything that is fed; `h2o:100` drops keys in the needle's text and the scored one."""
-    report = measured(base, tmp_path, kinds=[f"h2o:{budget}" for budget in (40, 100, 140)])
-    for place, judged in ((1, True), (2, True), (3, False)):
-        row = quality(report, place)
-        assert (row["judged"], rows_of(report, "needle", place)[0]["judged"]) == (judged, judged)
-        assert (row["cache_bytes"] < (LENGTH - 1) * POSITION) == judged
-        assert not cell_row(report, place)["quantized"]
-    assert {row["status"] for row in rows_of(report, "check") if row["name"] in CHECKS} <= {"ok", "not observed"}
 
 
 PROMPT_END = """
@@ -180,52 +182,66 @@ class PromptEnd(KVCache, kind="prompt_end"):
 """
 
 
+@pytest.fixture
+def own(base: Cell, tmp_path: Path) -> Cell:
+    (tmp_path / "own.py").write_text(PROMPT_END)
+    return base.but(kv_cache=f"{tmp_path / 'own.py'}:prompt_end")
+
+
 @pytest.mark.usefixtures("here")
 def test_a_kind_that_drops_keys_where_a_prompt_ends_is_given_a_real_prompt(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a prompt it keeps 8 keys, and all behind it: the steps that are timed, and the tokens that are scored."""
     monkeypatch.setattr(step_times, "CHUNK", 32)  # of what is written without a forward
-    (tmp_path / "own.py").write_text(PROMPT_END)
-    report = measured(base, tmp_path / "out", kinds=[f"{tmp_path / 'own.py'}:prompt_end", "window:40+4"])
-    assert KVCache.kinds["prompt_end"].seen >= {(64 - STEPS - 1, True), (LENGTH - SCORED, True)}  # type: ignore[attr-defined]
-    own, window = (rows_of(report, "step", place) for place in (1, 2))
-    assert [row["cache_bytes"] for row in own] == [(8 + STEPS + 1) * POSITION] * 2
-    assert [row["predicted_cache_bytes"] for row in own] == [8 * POSITION] * 2, "a wrong prediction shows"
-    assert [row["cache_bytes"] for row in window] == [44 * POSITION] * 2
-    assert quality(report, 1)["cache_bytes"] == (8 + SCORED - 1) * POSITION
-    assert quality(report, 1)["judged"]
+    steps, (_, row, *_) = worker.JOBS["cache_costs"](own, contexts=[32, LENGTH])["rows"][1:], judged(own)
+    assert KVCache.kinds["prompt_end"].seen >= {(32 - STEPS - 1, True), (LENGTH - SCORED, True)}  # type: ignore[attr-defined]
+    assert [step["cache_bytes"] for step in steps] == [(8 + STEPS + 1) * POSITION] * 2
+    assert [step["predicted_cache_bytes"] for step in steps] == [8 * POSITION] * 2, "a wrong prediction shows"
+    assert row["cache_bytes"] == (8 + SCORED - 1) * POSITION
+    assert row["judged"]
+
+
+@pytest.mark.slow
+def test_a_kind_of_ones_own_is_judged_in_a_process_of_its_own(own: Cell) -> None:
+    plan = {"text": cache_kind.OWN_TEXT, "length": LENGTH, "tokens": SCORED, "greedy_tokens": 0}
+    rows = run_job("cache_quality", own, plan={**plan, "needle_lengths": [], "needle_seeds": 0})["rows"]
+    assert [row["judged"] for row in rows if row["figures"] == "quality"] == [True]
 
 
 @pytest.mark.usefixtures("here")
-def test_a_budget_decides_on_how_much_text_the_quality_is_measured(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_decides_on_how_much_text_the_quality_is_measured(base: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets, "quality_seconds", lambda plan, known: 10.0 * plan["tokens"])
-    report = measured(base, tmp_path, kinds=["int8"], minutes=10)
-    plan = report["plan"]
-    assert (plan["tokens"], plan["greedy_tokens"], plan["needle_lengths"]) == (16, 8, [])
-    assert [quality(report, place)["tokens"] for place in (0, 1)] == [16, 16]
+    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=10)
+    next(kind_groups(report, Calibration(160, 64, 0.0, 0.0, 0.0, 1, 0.0), lambda: 250.0))
+    assert [report["plan"][name] for name in ("tokens", "greedy_tokens", "needle_lengths")] == [8, 4, []]
 
 
 def test_a_budget_of_a_moment_judges_the_full_cache_and_one_kind_and_predicts_the_bytes_of_what_is_left_out(
-    base: Cell, here: Here, tmp_path: Path
+    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = measured(base, tmp_path, kinds=["int8", "window:40+4"], minutes=0.0001)
+    kinds = ["int8", "window:20+4"]
+    report = measured(base, tmp_path, kinds=kinds, minutes=0.0001)
     assert here.done == ["machine static", "calibrate static", "cache_quality static", "cache_quality int8"]
-    assert (report["plan"]["contexts"], report["plan"]["tokens"]) == ([64], 16)
-    left_out = ["window:40+4: quality", *(f"{kind}: bytes and times" for kind in ("static", "int8", "window:40+4"))]
-    assert report["failures"] == [f"{what}: no room in the budget" for what in left_out]
+    assert (report["plan"]["contexts"], report["plan"]["tokens"]) == ([32], 8)
+    costs = [f"{kind}: bytes and times" for kind in ("static", *kinds)]
+    assert report["failures"] == [f"{what}: no room in the budget" for what in ("window:20+4: quality", *costs)]
     assert script.report_exit_code(report) == 0
     shown = report_markdown(report)
-    assert "| window:40+4 | predicted | ~0.01 | ~0.35 | not measured |" in shown
-    assert "| window:40+4 | 64 | not observed | 0.01 | not measured | predicted |" in shown
-    assert quality(report, 2)["predicted_cache_bytes"] == 44 * POSITION
-    whole = measured(base, tmp_path, kinds=["int8", "window:40+4"], minutes=0, resume=True)
+    assert "| window:20+4 | predicted | ~0.01 | ~0.38 | not measured |" in shown
+    assert "| window:20+4 | 32 | not observed | 0.01 | not measured | predicted |" in shown
+    assert quality(report, 2)["predicted_cache_bytes"] == 24 * POSITION
+    here.done = []
+    monkeypatch.setattr(OtherLoad, "stop", lambda _: float(1 << 20))
+    whole = measured(base, tmp_path, kinds=kinds, minutes=0, resume=True)
+    assert here.done[2:] == ["cache_quality window:20+4", *(f"cache_costs {kind}" for kind in ("static", *kinds))]
     assert "predicted |" not in report_markdown(whole), "what is measured replaces its prediction"
     for place in range(3):
         assert quality(whole, place)["cache_bytes"] == quality(report, place)["predicted_cache_bytes"]
-        assert quality(whole, place)["tokens"] == 16, "what is compared is alike"
+        assert quality(whole, place)["tokens"] == 8, "what is compared is alike"
+    noisy = {row["cell"] for row in rows_of(whole, "check") if row["status"] == "noisy"}
+    assert noisy == {0, 1, 2}, "steps that others disturbed are marked"
+    assert script.report_exit_code(whole, strict=True) == 4
 
 
 @pytest.mark.parametrize(("load", "minutes", "kinds"), [(1.0, 6.0, 8), (3.0, 6.0, 7), (1.0, 2.0, 3), (6.0, 6.0, 8)])
@@ -250,6 +266,7 @@ def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine
     monkeypatch.setattr(plan_module, "run_job", do)
     monkeypatch.setattr(plan_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(presets, "LENGTH", 2048)
+    monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
     names = [f"window:{40 + n}+4" for n in range(kinds - 1)]
     report = plan_report("caches", base, engines=[], kinds=names, budget=minutes)
     report["plan"] |= {"longest": 2048, "contexts": [1024]}
@@ -259,36 +276,6 @@ def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine
     assert judged == kinds or load > 3
     assert report["plan"]["tokens"] >= 32
     assert now[0] <= 1.2 * 60 * minutes
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("share", "status"), [(0.13, "noisy"), (0.12, "ok")])
-def test_times_that_others_disturbed_are_marked_as_such(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, status: str
-) -> None:
-    """Of a machine of 100 cores."""
-    monkeypatch.setattr(OtherLoad, "stop", lambda _: 100 * share)
-    monkeypatch.setattr("llama.bench.run.worker.environment", lambda device: {"cores": 100})
-    report = measured(base, tmp_path, kinds=["int8"])
-    checks = [row for row in rows_of(report, "check") if row["name"] not in CHECKS]
-    assert [row["status"] for row in checks] == [status] * 2
-    assert script.report_exit_code(report, strict=True) == (4 if status == "noisy" else 0)
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_what_it_lacks_on_as_much_text(base: Cell, here: Here, tmp_path: Path) -> None:
-    def interrupt(kind: str, cell: Cell) -> None:
-        if (kind, cell.kv_cache) == ("cache_quality", "paged"):
-            raise KeyboardInterrupt
-
-    here.fail = interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        measured(base, tmp_path)
-    here.fail, here.done = lambda kind, cell: None, []  # type: ignore[method-assign]
-    report = measured(base, tmp_path, resume=True, minutes=0)
-    costs = [f"cache_costs {kind}" for kind in ("static", *KINDS)]
-    assert here.done == ["machine static", "calibrate static", "cache_quality paged", *costs]
-    assert [quality(report, place)["tokens"] for place in range(4)] == [SCORED] * 4
 
 
 def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, tmp_path: Path) -> None:
@@ -311,29 +298,26 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     file = tmp_path / "own.txt"
     file.write_text("".join(f"{n} apples and {n * n} pears. " for n in range(60)))
     report = plan_report("caches", base, engines=[], kinds=["int8"], budget=60, text=str(file), prompt_len=50)
-    run_of(report, tmp_path / "out").run()
+    _, found, *_ = judged(base.but(kv_cache="int8"), **report["plan"])
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
     ids = encode_prompt(tokenizer, file.read_text())[: 50 + SCORED]
-    for place, kind in enumerate(("static", "int8")):
-        wanted, found = compare(model, kind, ids, prompt_len=50), quality(report, place)
-        assert (found["context"], found["tokens"]) == (50 + SCORED, SCORED)
-        assert found["nll"] == pytest.approx(wanted.other_nll)
-    assert str(file) in report_markdown(report)
+    assert (found["context"], found["tokens"]) == (50 + SCORED, SCORED)
+    assert found["nll"] == pytest.approx(compare(model, "int8", ids, prompt_len=50).other_nll)
+    new_run(tmp_path / "out", report)
+    assert resumed_run(tmp_path / "out", report)[1]["plan"] == report["plan"]
     with pytest.raises(ValueError, match="nothing to resume"):
         resumed_run(tmp_path / "out", plan_report("caches", base, engines=[], kinds=["int8"], budget=60))
 
 
-def test_steps_are_timed_at_the_contexts_that_were_asked_for(base: Cell, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"engines": [], "kinds": ["int8"], "budget": 1}
-    assert plan_report("caches", base, contexts=[120, 40], **asked)["plan"]["contexts"] == [40, 120]  # type: ignore[arg-type]
+@pytest.mark.usefixtures("here")
+def test_steps_are_timed_at_the_contexts_that_were_asked_for(base: Cell) -> None:
+    asked: Any = {"engines": [], "kinds": ["int8"], "budget": 1}
+    assert plan_report("caches", base, contexts=[120, 40], **asked)["plan"]["contexts"] == [40, 120]
     with pytest.raises(ValueError, match=r"^--contexts 161 must be from 16 to the model's max_seq_len=160; for longer"):
-        plan_report("caches", base, contexts=[40, 161], **asked)  # type: ignore[arg-type]
-    for words in (["--preset", "caches", "--contexts", "many"], ["--preset", "table", "--contexts", "40"]):
-        with pytest.raises(SystemExit):
-            cli.main(script.main, words)
-        assert "--contexts" in capsys.readouterr().err
+        plan_report("caches", base, contexts=[40, 161], **asked)
 
 
+@pytest.mark.usefixtures("here")
 def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_drops_something(base: Cell) -> None:
     report = plan_report("caches", base, engines=[], kinds=[], budget=1)
     named = [cell["kv_cache"] for cell in report["cells"]]
@@ -342,31 +326,13 @@ def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_dro
     assert "window:40+4" in named, "of a model of 160 tokens"
 
 
-@pytest.mark.slow
-def test_a_kind_of_ones_own_goes_through_the_command_from_its_file(
-    base: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It never saves bytes, so that its quality is its own."""
-    file, out = tmp_path / "own_kind.py", tmp_path / "out"
-    file.write_text(
-        "from llama.kv_cache import ConcatCache\n\n\nclass Own(ConcatCache, kind='own_kind'):\n    lossless = False\n\n"
-        "    def update(self, rows, xk, xv):\n"
-        "        keys, values = super().update(rows, xk, xv)\n"
-        "        return keys, (values * 4096).round() / 4096\n"
-    )
-    words = ["--kv_cache", f"{file}:own_kind", "--budget", "0.01", "--threads", "1", "--out", str(out)]
-    assert cli.run(script.main, ["--preset=caches", "--ckpt_dir", base.model, *words]) == 0
-    assert f"{file}:own_kind" in capsys.readouterr().out
-    report: Any = json.loads(next(out.glob("*/results.json")).read_text())
-    assert not any(row.get("judged") is False for row in report["rows"])
-
-
 @needs_a_compiler
 @pytest.mark.usefixtures("here")
 def test_the_fast_path_is_named_where_it_ran(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "native", max_seq_len=160, **NATIVE_SIZES)
     cell = Cell(input_len=64, output_len=1, model=str(folder), threads=1, fast=True)
-    report = measured(cell, tmp_path / "out", kinds=["concat"], minutes=0)
-    assert [cell_row(report, place)["path"] for place in (0, 1)] == ["native", "plain"]
-    assert [quality(report, place)["path"] for place in (0, 1)] == ["native", "plain"]
-    assert quality(report, 1)["mean_kl"] < 1e-6
+    for kind, path in (("static", "native"), ("concat", "plain")):
+        own, row, *_ = judged(cell.but(kv_cache=kind))
+        assert own["path"] == row["path"] == path
+        assert row["mean_kl"] < 1e-6
+        assert worker.JOBS["cache_costs"](cell.but(kv_cache=kind), contexts=[32])["rows"][0]["path"] == path

@@ -19,7 +19,6 @@ from llama.bench.cell import Cell
 from llama.bench.noise import LEAST_REPETITIONS
 from llama.bench.plan import Run, duration
 from llama.bench.presets import Group, Job, plan_report
-from llama.bench.run import worker
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, is_measured, merge, new_report, rows_of
@@ -121,11 +120,14 @@ class World:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Job], float], *, start: float = presets.STARTING
     ) -> None:
-        self.now, self.load, self.done, self.start = 1024.0, load, list[str](), start
+        self.now, self.load, self.done, self.start, self.commit = 1024.0, load, list[str](), start, "one"
         self.jobs: dict[str, Job] = {}
         monkeypatch.setattr(plan, "time", self)
         monkeypatch.setattr(plan, "run_job", self)
         monkeypatch.setattr(plan, "findings", lambda report: [])
+
+    def fail(self, kind: str, cell: Cell) -> None:
+        """Raise an error in place of a job, in a test that replaces this."""
 
     def monotonic(self) -> float:
         return self.now
@@ -135,22 +137,33 @@ class World:
         timed |= {"step_seconds": 0.25, "many_rows": 1, "many_seconds": 0.25}
         if kind in ("machine", "calibrate"):
             self.now += self.start if kind == "calibrate" and self.start > presets.STARTING else 0.0
-            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed, "seconds": 0.0}
+            facts = {"environment": {"commit": self.commit}, "ceilings": CEILINGS, "model": None}
+            return {**facts, "timed": timed, "seconds": 0.0}
+        self.fail(kind, cell)
         job = Job("", kind, cell, 0, presets.Calibration(**timed).of_tokens(0))
         seconds = presets.cell_job(0, cell, presets.Calibration(**timed)).seconds if kind == "cell" else 20.0
         left = seconds * self.load(job) + self.start - presets.STARTING
         while left > 0:
-            self.now += min(0.5, left)
-            left -= 0.5
+            tick = max(0.5, left / 150)
+            self.now += min(tick, left)
+            left -= tick
             waiting()
         self.done.append(cell.name if kind == "cell" else kind)
         if kind == "watch":
-            return {"rows": [], "page": ""}
+            return {"rows": [], "page": "3 steps after"}
         if kind != "cell":
-            return {"rows": []}
+            return {"rows": [{"figures": "step", "batch_size": cell.batch_size, "context": 1, "kv_caching": True}]}
         row = {"figures": "cell", "error": None, "notes": [], "path": "plain", "ids": [[1]], "seconds": [seconds]}
         row |= {"first_token_seconds": [1.0], "step_seconds": [[1.0]], "other_load_cores": [None], "token_forwards": 1}
         return {"rows": [row]}
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Return a world of two batch sizes and few repetitions."""
+    monkeypatch.setattr(presets, "BATCHES", (1, 2))
+    monkeypatch.setattr(plan, "REPETITIONS", REPETITIONS)
+    return World(monkeypatch, lambda job: 1.0)
 
 
 def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False) -> Report:
@@ -160,7 +173,7 @@ def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list
     return report
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.floats(0.1, 60), st.sampled_from([0.5, 1.0, 1.5, 3.0, 10.0]), st.booleans(), st.booleans())
 def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget(
     base: Cell, tmp_path_factory: pytest.TempPathFactory, minutes: float, load: float, sudden: bool, watched: bool
@@ -306,12 +319,9 @@ def test_the_recording_for_the_page_is_part_of_the_budget(
     assert "the page to step through: no room in the budget" in report["failures"]
 
 
-def test_that_generation_goes_by_the_plain_path_whatever_is_measured(
-    base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "WATCHED_STEPS", 3)
+def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell, world: World, tmp_path: Path) -> None:
     asked: list[Cell] = []
-    here.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None  # type: ignore[method-assign]
     table(base, tmp_path, minutes=0, watched=base.but(fast=True, exact=True, batch_size=8, text="a"))
     assert [(cell.engine, cell.fast, cell.exact, cell.text) for cell in asked] == [("llama", False, False, None)]
     (kept,) = tmp_path.glob("*/watch.html")
@@ -321,13 +331,13 @@ def test_that_generation_goes_by_the_plain_path_whatever_is_measured(
 
 
 def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
-    base: Cell, here: Here, tmp_path: Path
+    base: Cell, world: World, tmp_path: Path
 ) -> None:
     def refuse(kind: str, cell: Cell) -> None:
         if kind == "watch":
             raise ValueError("not today")
 
-    here.fail = refuse  # type: ignore[method-assign]
+    world.fail = refuse  # type: ignore[method-assign]
     report = table(base, tmp_path, minutes=0, watched=base)
     assert report["failures"] == ["the page to step through: refused: not today"]
     assert counts(report) == [1] * 4
@@ -346,19 +356,19 @@ def test_a_run_that_passed_its_budget_says_by_how_much(
         assert (words in report["reading"]) == expected
 
 
-def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, world: World, tmp_path: Path) -> None:
     def interrupt(kind: str, cell: Cell) -> None:
-        if len(here.done) == 4:  # two jobs to begin with, and two cells
+        if len(world.done) == 2:
             raise KeyboardInterrupt
 
-    here.fail = interrupt  # type: ignore[method-assign]
+    world.fail = interrupt  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         table(base, tmp_path, minutes=0)
     (kept,) = tmp_path.glob("*/results.json")
     before = json.loads(kept.read_text())
     assert counts(before) == [1, 1, 0, 0]
 
-    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: None  # type: ignore[method-assign]
     report = table(base, tmp_path, minutes=0, resume=True)
     assert list(tmp_path.glob("*/results.json")) == [kept]
     assert counts(report) == [1, 1, 1, 1]
@@ -392,64 +402,60 @@ def test_runs_of_one_day_do_not_overwrite_each_other_nor_a_file(base: Cell, tmp_
 
 
 def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_resumed(
-    base: Cell, here: Here, tmp_path: Path
+    base: Cell, world: World, tmp_path: Path
 ) -> None:
     def die(kind: str, cell: Cell) -> None:
         if kind == "cell" and cell.batch_size == 2 and not cell.kv_caching:
             raise JobDied("its process was ended by SIGKILL")
 
-    here.fail = die  # type: ignore[method-assign]
+    world.fail = die  # type: ignore[method-assign]
     report = table(base, tmp_path)
     errors = [row["error"] for row in rows_of(report, "cell")]
     assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
     assert counts(report) == [2, 2, 2, 0]
     assert "seconds" not in cell_row(report, 3), "what died is not predicted"
     assert script.report_exit_code(report) == script.DIED
-    here.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: None  # type: ignore[method-assign]
     report = table(base, tmp_path, resume=True)
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
     assert counts(report) == [2, 2, 2, 2]
 
 
-def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, world: World, tmp_path: Path) -> None:
     def die_the_second_time(kind: str, cell: Cell) -> None:
-        if kind == "cell" and cell.name == FOUR[0] and cell.name in here.done:
+        if kind == "cell" and cell.name == FOUR[0] and cell.name in world.done:
             raise JobDied("gone")
 
-    here.fail = die_the_second_time  # type: ignore[method-assign]
+    world.fail = die_the_second_time  # type: ignore[method-assign]
     report = table(base, tmp_path)
     assert "a repetition failed: died: gone" in cell_row(report, 0)["notes"]
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
 
 
-def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, world: World, tmp_path: Path) -> None:
     def die(kind: str, cell: Cell) -> None:
         if kind == "steps" and cell.batch_size == 2:
             raise JobDied("gone")
 
-    here.fail = die  # type: ignore[method-assign]
+    world.fail = die  # type: ignore[method-assign]
     report = table(base, tmp_path)
     assert report["failures"] == ["steps at batch 2: died: gone"]
     assert {row["batch_size"] for row in rows_of(report, "step")} == {1}
     assert counts(report) == [REPETITIONS] * 4
 
 
-@pytest.mark.usefixtures("here")
 def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Cell, world: World, tmp_path: Path
 ) -> None:
     table(base, tmp_path, minutes=0)
-    whole = worker.environment
-    monkeypatch.setattr(worker, "environment", lambda *args: {**whole(*args), "commit": "another"})
-    with pytest.raises(ValueError, match=r"commit was .* and is 'another'"):
+    world.commit = "another"
+    with pytest.raises(ValueError, match=r"commit was 'one' and is 'another'"):
         table(base, tmp_path, minutes=0, resume=True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(0.4, "0 s"), (89.4, "89 s"), (89.999, "90 s"), (90, "1.5 min"), (600, "10.0 min")]
-)
-def test_a_duration_is_told_in_seconds_up_to_a_minute_and_a_half(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_a_duration_is_told_in_seconds_up_to_a_minute_and_a_half() -> None:
+    shown = {0.4: "0 s", 89.4: "89 s", 89.999: "90 s", 90: "1.5 min", 600: "10.0 min"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
 class Terminal(io.StringIO):
