@@ -173,7 +173,7 @@ def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list
     return report
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.floats(0.1, 60), st.sampled_from([0.5, 1.0, 1.5, 3.0, 10.0]), st.booleans(), st.booleans())
 def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget(
     base: Cell, tmp_path_factory: pytest.TempPathFactory, minutes: float, load: float, sudden: bool, watched: bool

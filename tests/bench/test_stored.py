@@ -110,11 +110,10 @@ def test_llama_cpp_reads_the_very_file_and_needs_no_model_of_ours(
     assert rows[0]["step_read_bytes"] < rows[0]["weights_bytes"] + 2 * 2 * 2 * 16 * 12 * 2
 
 
-@pytest.mark.parametrize("engine", ["llama", "llama.cpp"])
-def test_a_model_without_a_gguf_file_is_rejected_before_anything_runs(engine: str, tmp_path: Path) -> None:
+def test_a_model_without_a_gguf_file_is_rejected_before_anything_runs(tmp_path: Path) -> None:
     config = config_of(**SIZES)
     folder = write_meta(tmp_path / "meta", meta_weights(random_model(config)), meta_params(config))
-    for model in ({"ckpt_dir": str(folder)}, {"model": "llama-3.2-1b"}):
+    for engine, model in (("llama", {"ckpt_dir": str(folder)}), ("llama.cpp", {"model": "llama-3.2-1b"})):
         with pytest.raises(ValueError, match=r"takes the weights as a \.gguf file has them, and .* is none; name one"):
             make_cell(device="cpu", engine=engine, quantize="stored", **model)  # type: ignore[arg-type]
 

@@ -10,7 +10,7 @@ import pytest
 from llama.bench import compare, plan, presets, single
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
-from llama.bench.run import worker
+from llama.bench.run import step_times, worker
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.schema import Report
 from llama.host.progress import seconds_bar
@@ -46,6 +46,7 @@ def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str]
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
     monkeypatch.setattr(presets, "BATCHES", (1, 2))
     monkeypatch.setattr(presets, "STARTING", 0.0)
+    monkeypatch.setattr(step_times, "MOST", step_times.LEAST)
     monkeypatch.setattr(plan, "REPETITIONS", repetitions)
     return here
 
