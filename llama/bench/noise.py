@@ -35,9 +35,9 @@ def judge_noise(report: Report) -> None:
 
 
 def other_work(row: Row, report: Report, contradiction: str | None) -> Row:
-    """Return the check of a cell's times: `noisy` if one sign speaks against them, of which `contradiction` is one.
+    """Return the check of a cell's times: "noisy" if the load, the spread or `contradiction` shows other work.
 
-    `not observed`: the load is unknown, and there are too few repetitions to judge by.
+    "not observed": the load is unknown, and there are too few repetitions to judge by.
     """
     cores = report["environment"].get("cores")
     times = row.get("seconds") or []

@@ -80,30 +80,24 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Job:
-    """One process of `llama.bench.run.worker`, which returns rows of the report's cell `place`.
-
-    `seconds` is the prediction for an idle machine. `of_cell`: the cell fails with this job, unless it has figures.
-    """
+    """One process of `llama.bench.run.worker`, which returns rows of one cell of the report."""
 
     name: str
     kind: str
     cell: Cell
-    place: int
-    seconds: float
+    place: int  # the index of the report's cell
+    seconds: float  # predicted for an idle machine
     options: dict[str, Any] = field(default_factory=dict)
-    of_cell: bool = True
+    of_cell: bool = True  # the cell fails with this job, unless it has figures
 
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs whose figures are only meaningful together: run all of them or none.
-
-    `repeats`: again while the budget lasts. `late`: only after the other groups and their first repetitions.
-    """
+    """Jobs whose figures are only meaningful together: run all of them or none."""
 
     jobs: tuple[Job, ...]
-    repeats: bool = False
-    late: bool = False
+    repeats: bool = False  # run again while the budget lasts
+    late: bool = False  # run only after the other groups and their first repetitions
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
@@ -123,29 +117,31 @@ def plan_report(
 ) -> Report:
     """Return the report of a preset in which nothing is measured. Raises ValueError if it cannot be measured.
 
-    engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast, see `read_engine`. kinds: for `caches`, by
-    default all that are registered. contexts: for `caches`, where steps are timed, by default KIND_CONTEXTS. text: for
-    `caches`, the file on whose text kinds are judged. prompt_len: its tokens that are fed in one pass before the scored
-    ones; by default those are the last ones of LENGTH tokens.
+    engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast; see `read_engine`.
+    kinds: kinds of cache for `caches`, by default all that are registered.
+    contexts: lengths at which `caches` times steps, by default KIND_CONTEXTS.
+    text: the file on whose text `caches` judges kinds.
+    prompt_len: tokens of that text that are fed in one pass before the scored ones, by default all but those of LENGTH.
     """
     if preset in ("caches", "chat") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
     plan: dict[str, Any] = {}
+    source = find_model(base)
     if preset == "table":
         cells = table_cells(base, engines)
     elif preset == "sweep":
         cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
     elif preset == "caches":
-        source = find_model(base)
         cells, plan = kind_cells(base, kinds, contexts, source.args)
         plan |= text_plan(source, text or OWN_TEXT, prompt_len)
     else:
-        source = find_model(base)
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
     for cell in cells:
         check_cell(cell)
-        if preset in ("table", "sweep") or cell.from_file:
-            check_length(cell, find_model(cell).args)
+        if cell.from_file != base.from_file:
+            find_model(cell)  # raises ValueError if there is no such file
+        if preset in ("table", "sweep"):
+            check_length(cell, source.args)
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
 

@@ -14,6 +14,7 @@ from llama.bench.run import worker
 from llama.bench.run.engines import SCORED, LlamaEngine
 from llama.bench.run.models import engine_class, has_rounded_weights
 from llama.bench.schema import new_report
+from llama.bench.texts import read_corpus
 
 OPENVINO = str(Path(__file__).parents[2] / "scripts" / "engines" / "openvino.py:OpenVino")
 TEXT = torch.arange(SCORED + 9).remainder(40).tolist()  # more than are scored at a time
@@ -41,6 +42,12 @@ def test_peers_find_the_same_most_likely_with_the_same_weights(name: str, module
     assert found == one_pass(LlamaEngine(model, Bytes()))
     assert path == peer.path
     assert peer.run([[1, 2]], 2, kv_caching=True).ids  # which wants the logits of its last position alone
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode no more of the text than is read."""
+    monkeypatch.setattr(worker, "read_corpus", lambda: read_corpus()[:3000])
 
 
 @pytest.fixture(scope="module")
