@@ -1,13 +1,12 @@
 """Certify that switching the KV cache changes nothing: python -m llama.verify [--dtype bf16] [--runs 50] [--exact].
 
-A run's prompts follow from its seed; `certificate` measures and judges it. Runs are stored in a JSON file, and the
-command prints the sum of that file. Knows models by their paths; does not know which difference is a violation.
+A run's prompts follow from its seed; `certificate` measures and judges it. The command prints the sum of its runs, and
+stores them in a JSON file. Knows models by their paths; does not know which difference is a violation.
 """
 
 import random
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,10 +24,10 @@ from llama.model import Transformer
 from llama.ranks.torchrun import world_size
 from llama.sessions.origin import weights_digest
 from llama.tokenizer import Tokenizer
-from llama.verify import certificate
+from llama.verify.certificate import STAGES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.tolerance import TOLERANCE_FACTOR
-from llama.verify.verdict import CertificateRun, add_run, comparable, read_runs, report
+from llama.verify.verdict import Certificate, report
 
 
 def main(
@@ -38,7 +37,7 @@ def main(
     batch_size: int = 4,
     tokens: int = 64,
     prompt_len: int = 8,
-    seed: int | None = None,
+    seed: int = 0,
     runs: int = 1,
     exact: bool = False,
     fast: bool = False,
@@ -51,8 +50,7 @@ def main(
 ) -> int:
     """Certify that a model writes the same with its KV cache on and off, down to rounding; or, if exact, to the bit.
 
-    Exits with 0 if all runs of the file are certified, 1 if one found a bug, 2 on bad input. A run with a bug stays in
-    the file; move the file away once the bug is fixed.
+    Exits with 0 if all runs are certified, 1 if one found a bug, 2 on bad input.
 
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
@@ -60,8 +58,8 @@ def main(
         batch_size: The rows of a run.
         tokens: The number of greedy tokens in each row; at least 2.
         prompt_len: The longest prompt; prompts are random ids, from 1 to this many a row.
-        seed: The seed of the first run, which draws its prompts; by default the first one that the file does not have.
-        runs: How many runs to add to the file; 0 prints the file's report.
+        seed: The seed of the first run, which draws its prompts; each further run has the next seed.
+        runs: How many runs to make and to add up.
         exact: Measure exact mode, in which no bit may differ.
         fast: With exact, use the exact mode of native code, if it supports the model.
         quantize: With exact and fast, quantise the weights to int8, int4, stored or none; see llama-kv run.
@@ -70,21 +68,16 @@ def main(
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
             is rejected; llama-kv bench --preset caches measures those.
         device: The device to compute on: auto, cpu, cuda or mps.
-        output: The file in which runs add up.
+        output: The file to write the runs to, as JSON; it is replaced after each run.
     """
     if world_size() > 1:
         raise ValueError("this command certifies one process; start it without torchrun")
     if (fast or quantize not in ("auto", "none")) and not exact:
         flags = "--exact" if fast else "--exact --fast"
         raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
-    path = Path(output)
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
-    before = read_runs(path)
-    if runs == 0:
-        if not before:
-            raise ValueError(f"{path} has no runs yet; make some with --runs 1")
-        return report(before, path)
     kind = lossless_kind(kv_cache)
+    path = Path(output)
     check_writable(path)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
@@ -93,9 +86,12 @@ def main(
     sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
     config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
     check_lengths(model, tokenizer, tokens=tokens, prompt_len=prompt_len)
-    for run in make_runs(model, tokenizer, config, choose_seeds(before, config, seed, runs)):
-        add_run(path, run)
-    return report(read_runs(path), path)
+    certificate = Certificate(config, environment(model.device), {})
+    for run, figures in make_runs(model, tokenizer, config, range(seed, seed + runs)):
+        certificate.runs[run] = figures
+        certificate.write(path)  # an interruption keeps the runs that are done
+    console.put(f"runs in {path}: {runs}\n\n{report(certificate)}")
+    return int(bool(certificate.total.violations))
 
 
 def facts_of(model: Transformer) -> dict[str, Any]:
@@ -116,18 +112,12 @@ def facts_of(model: Transformer) -> dict[str, Any]:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_numbers(*, seed: int | None, runs: int, **sizes: int) -> None:
+def check_numbers(**numbers: int) -> None:
     """Raise ValueError for numbers that no model can use."""
-    least = {"batch_size": 1, "tokens": 2, "prompt_len": 1}  # the cache is first read for the second token
-    for name, number in sizes.items():
+    least = {"batch_size": 1, "tokens": 2, "prompt_len": 1, "seed": 0, "runs": 1}  # the second token reads the cache
+    for name, number in numbers.items():
         if number < least[name]:
             raise ValueError(f"{name}={number} must be at least {least[name]}")
-    if runs < 0:
-        raise ValueError(f"runs={runs} must be at least 0, which prints the report of the file")
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed={seed} must not be negative")
-    if seed is not None and runs == 0:
-        raise ValueError(f"seed={seed} has no effect with runs=0; leave one of them out")
 
 
 def lossless_kind(text: str) -> str:
@@ -155,21 +145,6 @@ def check_lengths(model: Transformer, tokenizer: Tokenizer, *, tokens: int, prom
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def choose_seeds(runs: Sequence[CertificateRun], config: dict[str, Any], seed: int | None, wanted: int) -> list[int]:
-    """Return `wanted` seeds that no comparable run has used: from `seed` on, or the first free ones."""
-    used = {run.seed for run in runs if comparable(run.config) == comparable(config)}
-    if seed is None:
-        free = (number for number in count() if number not in used)
-        return [next(free) for _ in range(wanted)]
-    seeds = range(seed, seed + wanted)
-    taken = sorted(used.intersection(seeds))
-    if taken:
-        raise ValueError(
-            f"seed={taken[0]} has been run, and would count twice; leave seed out, or give one from {max(used) + 1} on"
-        )
-    return list(seeds)
-
-
 def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int | None) -> list[list[int]]:
     """Return `rows` prompts of up to `longest` random ids. If `bos` is given, it comes first and never alone."""
     dice = random.Random(seed)
@@ -179,31 +154,20 @@ def draw_prompts(seed: int, rows: int, longest: int, vocab_size: int, bos: int |
 
 
 def make_runs(
-    model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: Sequence[int]
-) -> Iterator[CertificateRun]:
-    """Yield the run of each seed as soon as it is measured."""
-    with progress(1 + certificate.STAGES * len(seeds)) as begin:
-        machine = environment(model.device)
+    model: Transformer, tokenizer: Tokenizer, config: dict[str, Any], seeds: range
+) -> Iterator[tuple[int, Figures]]:
+    """Yield each seed with the figures of its run, as soon as they are measured; show the stages as a bar."""
+    begun = count()
+    with progress_bar(total=1 + STAGES * len(seeds), unit="stage") as bar:
+
+        def begin(stage: str, *, prefix: str = "") -> None:
+            bar.update(next(begun) > 0)  # the stage before has ended
+            bar.set_description(prefix + stage)
+
         begin("copying the model to float64")
         reference = reference_of(model)
         bos = tokenizer.bos_id if tokenizer.adds_bos else None
         for number, seed in enumerate(seeds, 1):
             prompts = draw_prompts(seed, config["batch_size"], config["prompt_len"], model.args.vocab_size, bos)
             on_stage = partial(begin, prefix=f"run {number} of {len(seeds)}: ")
-            figures = certificate.measure_run(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)
-            yield CertificateRun(config, seed, machine, figures)
-
-
-@contextmanager
-def progress(stages: int) -> Iterator[Callable[..., None]]:
-    """Yield a function to call with the name of each of so many stages when it begins; show them as a bar."""
-    with progress_bar(total=stages, unit="stage") as bar:
-        begun = 0
-
-        def begin(stage: str, *, prefix: str = "") -> None:
-            nonlocal begun
-            begun += 1
-            bar.update(int(begun > 1))  # the stage before has ended
-            bar.set_description(prefix + stage)
-
-        yield begin
+            yield seed, measure_run(model, reference, prompts, config["tokens"], seed=seed, on_stage=on_stage)

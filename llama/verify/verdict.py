@@ -1,6 +1,6 @@
-"""The verdict on runs of the certificate, the report that is printed, and the file in which runs add up.
+"""The certificate of one command: its runs, their sum, the report that is printed, and the verdict.
 
-Knows JSON, runs and text; does not know models, or which difference is a violation.
+Knows figures and text; does not know models, or which difference is a violation.
 """
 
 import json
@@ -10,88 +10,40 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from llama.host import console
 from llama.host.files import replace_file
 from llama.host.machine import DTYPES
-from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures, FirstDivergence
+from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures
 from llama.verify.passes import STEPS, UNCACHED
 
-RUNS_SCHEMA = "llama-kv/verify/3"
-# Runs are added up if these are equal; their seeds differ.
-_CONFIG_KEYS = (
-    *("model", "weights", "dtype", "exact", "runner", "quantize", "activations", "kv_cache", "device"),
-    "slack",  # the factor of the bound
-)
-_MACHINE_KEYS = ("cpu", "torch", "threads")
+SCHEMA = "llama-kv/verify/4"
 
 
 @dataclass(frozen=True)
-class CertificateRun:
-    """One run: how it was configured, the seed of its prompts, the machine, and what was measured."""
+class Certificate:
+    """What one command measured.
+
+    config: the model, the sizes of a run, and what computes.
+    environment: the machine, versions and the commit.
+    runs: the figures of each run by the seed of its prompts.
+    """
 
     config: dict[str, Any]
-    seed: int
     environment: dict[str, Any]
-    figures: Figures
+    runs: dict[int, Figures]
 
+    @property
+    def total(self) -> Figures:
+        """The figures of all runs together."""
+        return add_up(list(self.runs.values()))
 
-def read_runs(path: Path) -> list[CertificateRun]:
-    """Return the runs in the file, [] if there is no file; raise ValueError for a file of another kind or damaged."""
-    if not path.exists():
-        return []
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        if content["schema"] != RUNS_SCHEMA:
-            raise ValueError(f"its schema is {content['schema']!r}")
-        runs = [CertificateRun(**{**run, "figures": _figures(run["figures"])}) for run in content["runs"]]
-        for group in grouped(runs):
-            group_table(group)  # raises if a value is missing or has another type
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{path} is damaged, or is not a file of this command ({reason}); move it away, or give another --output"
-        ) from None
-    return runs
-
-
-def add_run(path: Path, run: CertificateRun) -> None:
-    """Add a run to those that the file has now, unless another process has added the same run."""
-    runs = read_runs(path)
-    if not any(_group_of(one) == _group_of(run) and one.seed == run.seed for one in runs):
-        write_runs(path, [*runs, run])
-
-
-def write_runs(path: Path, runs: Sequence[CertificateRun]) -> None:
-    """Replace the file in one operation, one run a line: no reader and no interruption sees a part of it."""
-    lines = ",\n".join(json.dumps(asdict(run), allow_nan=False) for run in runs)
-    replace_file(path, f'{{"schema": "{RUNS_SCHEMA}", "runs": [\n{lines}\n]}}\n'.encode())
+    def write(self, path: Path) -> None:
+        """Write the certificate as JSON, replacing the file as a whole."""
+        runs = [{"seed": seed, "figures": asdict(figures)} for seed, figures in self.runs.items()]
+        content = {"schema": SCHEMA, "config": self.config, "environment": self.environment, "runs": runs}
+        replace_file(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
-
-
-def report(runs: Sequence[CertificateRun], path: Path) -> int:
-    """Print the sum of each group of runs, and return the exit code."""
-    console.put(f"runs in {path}: {len(runs)}\n")
-    console.put("\n\n".join(f"{group_table(group)}\n\n{verdict(group)}" for group in grouped(runs)))
-    return int(any(run.figures.violations for run in runs))
-
-
-def grouped(runs: Sequence[CertificateRun]) -> list[list[CertificateRun]]:
-    """Return the groups of runs that may be added up, in the order of their first runs."""
-    groups: dict[tuple[Any, ...], list[CertificateRun]] = {}
-    for run in runs:
-        groups.setdefault(_group_of(run), []).append(run)
-    return list(groups.values())
-
-
-def _group_of(run: CertificateRun) -> tuple[Any, ...]:
-    return (*comparable(run.config), *(run.environment[key] for key in _MACHINE_KEYS))
-
-
-def comparable(config: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the values of a configuration that must be equal in runs that are added up."""
-    return tuple(config[key] for key in _CONFIG_KEYS)
 
 
 def add_up(several: Sequence[Figures]) -> Figures:
@@ -108,23 +60,18 @@ def add_up(several: Sequence[Figures]) -> Figures:
     return Figures(**{f.name: together([getattr(one, f.name) for one in several]) for f in fields(Figures)})
 
 
-def _figures(stored: dict[str, Any]) -> Figures:
-    return Figures(**{**stored, "divergences": [FirstDivergence(**one) for one in stored["divergences"]]})
-
-
-def group_table(group: Sequence[CertificateRun]) -> str:
-    """Return the measures of a group, one a line."""
-    total, config = add_up([run.figures for run in group]), group[0].config
+def report(certificate: Certificate) -> str:
+    """Return the measures of all runs, one a line, and the verdict."""
+    total, config, machine = certificate.total, certificate.config, certificate.environment
     mode = "exact mode" if config["exact"] else "default mode"
-    commits = ", ".join(dict.fromkeys(str(run.environment["commit"])[:7] for run in group))
-    cpu, build, threads = (group[0].environment[key] for key in _MACHINE_KEYS)
-    title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; runs: {len(group)}"
-    title += f"\n  {cpu}, torch {build}, threads: {threads}, commit {commits}"
+    title = f"{name_of(config)} on {config['device']}, KV cache {config['kv_cache']}, {mode}; "
+    title += f"runs: {len(certificate.runs)}\n  {machine['cpu']}, torch {machine['torch']}, "
+    title += f"threads: {machine['threads']}, commit {str(machine['commit'])[:7]}"
     rows = list(measures(total))
     left, right = (max(len(row[side]) for row in rows) for side in (0, 1))
     lines = [f"  {name:<{left}}  {value:>{right}}" for name, value in rows]
     legend = "  C: cached, step by step; U: uncached, in one pass; R: the same weights in float64"
-    return "\n".join([title, legend, *lines, *divergence_lines(group)])
+    return "\n".join([title, legend, *lines, *divergence_lines(certificate), "", verdict(certificate)])
 
 
 def measures(total: Figures) -> Iterator[tuple[str, str]]:
@@ -146,9 +93,9 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     yield "C in float64 - R, largest", f"{max(total.errors.get(name, 0) for name in FLOAT64_PASSES):.2e}"
 
 
-def divergence_lines(group: Sequence[CertificateRun], most: int = 3) -> Iterator[str]:
+def divergence_lines(certificate: Certificate, most: int = 3) -> Iterator[str]:
     """Yield the first rows that diverged, and how many more there are."""
-    found = [(run.seed, divergence) for run in group for divergence in run.figures.divergences]
+    found = [(seed, divergence) for seed, run in certificate.runs.items() for divergence in run.divergences]
     for seed, d in found[:most]:
         sizes = ("not finite" if margin is None else f"{margin:.2g}" for margin in d.margins)
         margins = ", ".join(f"{name} {size}" for name, size in zip("UCR", sizes, strict=True))
@@ -158,13 +105,14 @@ def divergence_lines(group: Sequence[CertificateRun], most: int = 3) -> Iterator
         yield f"  and {len(found) - most} more"
 
 
-def verdict(group: Sequence[CertificateRun]) -> str:
+def verdict(certificate: Certificate) -> str:
     """Return the verdict: what is certified, or the first bug."""
-    total, config = add_up([run.figures for run in group]), group[0].config
+    total, config = certificate.total, certificate.config
     if total.violations:
-        wrong, more = next(run for run in group if run.figures.violations), len(total.violations) - 1
-        others, commit = f" (and {more} more)" if more else "", str(wrong.environment["commit"])[:7]
-        return f"BUG: seed {wrong.seed}: {total.violations[0]}{others}; found at commit {commit}"
+        seed = next(seed for seed, run in certificate.runs.items() if run.violations)
+        others = f" (and {len(total.violations) - 1} more)" if len(total.violations) > 1 else ""
+        commit = str(certificate.environment["commit"])[:7]
+        return f"BUG: seed {seed}: {total.violations[0]}{others}; found at commit {commit}"
     tokens = f"{total.tokens:,} greedy tokens of {name_of(config)}, cached and uncached alike"
     if config["exact"]:
         pairs, passes = sum(total.compared.values()), len(total.compared)
