@@ -104,7 +104,7 @@ def assert_parity(
     assert (uncached.widths, set(uncached.nbytes)) == ([end for _, end in parts], {0})
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(chunks(), st.sampled_from(KINDS), st.sampled_from(GQA), st.sampled_from([2, 1, 3]))
 def test_cached_logits_equal_uncached_however_the_prompt_is_cut(
     parts: list[tuple[int, int]], kind: str, heads: tuple[int, int], rows: int
@@ -114,9 +114,18 @@ def test_cached_logits_equal_uncached_however_the_prompt_is_cut(
     assert_parity(args, rows, parts, torch.float64, FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_cached_logits_equal_uncached_down_to_the_rounding_of_the_dtype(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.float32, "static"),
+        (torch.float32, "concat"),
+        (torch.bfloat16, "poisoned"),
+        (torch.bfloat16, "newest_first"),
+        (torch.float16, "poisoned_concat"),
+    ],
+    ids=str,
+)
+def test_cached_logits_equal_uncached_down_to_the_rounding_of_the_dtype(dtype: torch.dtype, kind: str) -> None:
     """Loose in 16 bits; the tests in float64 find every mistake."""
     args = tiny_args(kv_cache=kind, max_seq_len=LENGTH, rope_scaling=(1.0, 2.0, 4.0, 8.0))
     allowed = None if dtype == torch.float32 else HALF_TOLERANCE * torch.finfo(dtype).eps
@@ -138,7 +147,7 @@ def test_float64_tolerance_would_not_let_a_mistake_through() -> None:
 # --- Rows at different positions
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 12), min_size=2, max_size=4),
     st.lists(st.integers(1, 4), max_size=3),
