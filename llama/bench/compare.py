@@ -103,17 +103,20 @@ def compare_engines(report: Report) -> None:
 
 
 def compare_turns(report: Report) -> None:
-    """Note for each way through a conversation in which turns its first token differs from that of the first way.
+    """Note for each way of feeding a conversation the turns in which its first token differs from the first way's.
 
     Ways with differently rounded weights are not compared.
     """
     firsts: dict[tuple[Any, ...], Row] = {}
-    differ: dict[tuple[int, str, str], list[str]] = {}
+    different: dict[tuple[int, str, str], list[str]] = {}
     for row in rows_of(report, "turn") + rows_of(report, "prompts"):
         cell = cell_of(report, row)
         first = firsts.setdefault((row["figures"], row.get("turn"), cell.quantize, cell.activations), row)
         if row["ids"] != first["ids"]:
-            differ.setdefault((row["cell"], row["way"], first["way"]), []).append(str(row.get("turn", 0) + 1))
-    for (cell_index, way, first_way), turns in differ.items():
-        words = f"{way}: its first token differs from that of `{first_way}` in turn {', '.join(turns)}"
+            engine = cell_of(report, first).engine
+            other = first["way"] if engine == cell.engine else f"{first['way']} of {engine}"
+            pair = row["cell"], row["way"], other
+            different.setdefault(pair, []).append(str(row.get("turn", 0) + 1))
+    for (cell_index, way, other), turns in different.items():
+        words = f"{way}: its first token differs from that of `{other}` in turn {', '.join(turns)}"
         add_note(report, cell_index, words)

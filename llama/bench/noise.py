@@ -1,4 +1,4 @@
-"""Were times measured beside too much other work? Judges every cell, and waits for an idle machine.
+"""Judge whether times were measured under load, and wait for an idle machine.
 
 A cell is judged by the load and the spread of its repetitions, and by a ratio that contradicts the counted work. A
 noisy cell did what it claims to do, but its times are those of other work too.
@@ -37,7 +37,7 @@ def judge_noise(report: Report) -> None:
 def other_work(row: Row, report: Report, contradiction: str | None) -> Row:
     """Return the check of a cell's times: "noisy" if the load, the spread or `contradiction` shows other work.
 
-    "not observed": the load is unknown, and there are too few repetitions to judge by.
+    It is "not observed" if the load is unknown and there are too few repetitions to judge by.
     """
     cores = report["environment"].get("cores")
     times = row.get("seconds") or []

@@ -88,7 +88,7 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         console.say(console.in_words(stop))
         return console.exit_code(stop)
     except BrokenPipeError:
-        return console.LEFT
+        return console.READER_ENDED
     except (ValueError, OSError, RuntimeError, OverflowError, MemoryError, SystemExit) as error:
         if "debug" in switched_on:
             console.say(traceback.format_exc().rstrip(), longest=sys.maxsize)

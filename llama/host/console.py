@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from llama.untrusted.words import without_middle
 
-LEFT = 128 + 13  # the exit code of SIGPIPE, which Windows lacks: the reader of standard output has ended
+READER_ENDED = 128 + 13  # the exit code of SIGPIPE, which Windows lacks: the reader of standard output has ended
 LONGEST_LINE = 1000  # characters of a message
 
 # Characters that control a terminal, shown as Unicode's picture or as their number. The last ones change the direction
@@ -170,7 +170,7 @@ def unwritten() -> int:
     if error is None:
         return 0
     if isinstance(error, BrokenPipeError):
-        return LEFT
+        return READER_ENDED
     say(f"error: standard output: {error.strerror}")
     return 2
 

@@ -15,7 +15,7 @@ class Shades(NamedTuple):
 
 
 CACHE = Shades("#0072B2", "#56B4E9")  # cached keys and values; a run with the cache on
-ANEW = Shades("#D55E00", "#F0883E")  # computed again; a run with the cache off
+RECOMPUTED = Shades("#D55E00", "#F0883E")  # computed again; a run with the cache off
 WRITTEN = Shades("#009E73", "#2FC79A")  # computed for the first time, and written
 WEIGHTS = Shades("#AEB6C2", "#5B6875")
 ACTIVATIONS = Shades("#CC79A7", "#D98BB6")
@@ -23,13 +23,12 @@ LOGITS = Shades("#E69F00", "#E6A81E")
 ATTENTION = Shades("#7A5195", "#B08BCB")  # attention weights
 WORKSPACE = Shades("#F0E442", "#CFC53A")  # memory of libraries
 UNNAMED = Shades("#D9DEE4", "#3A434D")  # bytes without a line in the ledger
-REFILLED = Shades("#7F5200", "#C9A36A")  # a run that fills a new cache at every turn
 FACTOR = Shades("#3E4C59", "#9FB0C0")  # a ratio
 
 INK = Shades("#1F2933", "#E6EAEE")
-FAINT = Shades("#5B6875", "#A3AFBB")
+MUTED = Shades("#5B6875", "#A3AFBB")
 GRID = Shades("#E3E7EC", "#36404B")
-SOFT = Shades("#F5F7F9", "#20272F")  # a field with a slightly different background
+FIELD = Shades("#F5F7F9", "#20272F")  # a field with a slightly different background
 PAPER = Shades("#FFFFFF", "#161B21")
 ALARM = Shades("#B00020", "#FF7B86")
 

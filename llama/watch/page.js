@@ -22,7 +22,7 @@
   // The state of a position in this step: with the cache in one layer, in any layer, and without the cache.
   function stateOn(moment, position, layer) {
     const [start, fed] = moment.fed[0];
-    if (position >= start + fed) return position < data.layout.reserved ? "room" : "";
+    if (position >= start + fed) return position < data.layout.reserved ? "reserved" : "";
     if (!within(seenBy(moment, layer), position)) return "gone";
     return position >= start ? "written" : "cached";
   }
@@ -33,7 +33,7 @@
   function stateOff(moment, position, before) {
     const [start, fed] = moment.fed[1];
     if (position >= start + fed) return "";
-    return position < before ? "anew" : "written";
+    return position < before ? "recomputed" : "written";
   }
   const fedBefore = () => (step > 1 ? data.steps[step - 2].fed[1][0] + data.steps[step - 2].fed[1][1] : 0);
 
@@ -55,7 +55,7 @@
     const tile = document.createElement("canvas");
     tile.width = tile.height = 6;
     const brush = tile.getContext("2d");
-    brush.fillStyle = colour("anew");
+    brush.fillStyle = colour("recomputed");
     brush.fillRect(0, 0, 6, 6);
     brush.strokeStyle = colour("paper");
     brush.lineWidth = 1.2;
@@ -74,7 +74,7 @@
     const [pen, width] = surface(canvas, Math.ceil(height * rows) + 9);
     const cell = width / total;
     const gap = cell > 5 && height > 4 ? 1 : cell > 3 ? 0.5 : 0;
-    const paint = { cached: colour("cache"), written: colour("written"), anew: hatched(pen), room: colour("soft") };
+    const paint = { cached: colour("cache"), written: colour("written"), recomputed: hatched(pen), reserved: colour("field") };
     const drawRun = (layer, first, end, state) => {
       const y = layer * height;
       for (let position = first; position < end; position = gap ? position + 1 : end) {
@@ -87,7 +87,7 @@
           continue;
         }
         if (tall < height - gap) {
-          pen.fillStyle = paint.room;
+          pen.fillStyle = paint.reserved;
           pen.fillRect(x, y, wide, height - gap);
         }
         pen.fillStyle = paint[state];
@@ -111,7 +111,7 @@
       }
     }
     const below = height * rows + 2;
-    pen.fillStyle = colour("faint");
+    pen.fillStyle = colour("muted");
     pen.fillRect(0, below, data.prompt * cell - gap, 2); // under the prompt
     const middle = (data.steps[step - 1].fed[1][1] - 0.5) * cell - gap / 2; // and an arrow under the newest token
     pen.fillStyle = paint.written;
@@ -136,7 +136,7 @@
     const { bits, group } = data.layout;
     const end = moment.fed[0][0] + moment.fed[0][1];
     const newest = group ? Math.floor((end - 1 - data.layout.window) / group) * group : 0;
-    const share = (position, state) => (bits && state !== "room" && position < newest ? bits / data.bits : 1);
+    const share = (position, state) => (bits && state !== "reserved" && position < newest ? bits / data.bits : 1);
     const [pen, cell, height] = drawGrid($("grid-on"), (p, layer) => stateOn(moment, p, layer), share);
     drawBlocks(pen, cell, height, end);
     const before = fedBefore();
@@ -363,7 +363,7 @@
     const { bits, group, block, reserved } = data.layout;
     const drops = data.steps.some((moment) =>
       moment.seen.some((ranges) => count(ranges) < moment.fed[1][0] + moment.fed[1][1]));
-    $("legend-room").hidden = !reserved;
+    $("legend-reserved").hidden = !reserved;
     $("legend-gone").hidden = !drops;
     $("legend-bits").hidden = !bits;
     $("legend-block").hidden = !block;

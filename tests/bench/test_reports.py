@@ -425,8 +425,8 @@ def test_of_many_kinds_only_those_that_none_beats_have_a_sentence() -> None:
         worse = {"top1_agreement": row["top1_agreement"] - 0.01, "cache_bytes": row["cache_bytes"] + number}
         report["rows"] += [{**row, **worse, "cell": number}, {**cell_row(report, 1), "cell": number}]
     said = findings(report)
-    assert [words.split()[0] for words in said] == ["int4", "int8", "window:1024+4", "Another"]
-    assert said[-1].endswith("better in one, for each of: other 0, other 1, other 2.")
+    assert [words.split()[0] for words in said] == ["int4", "int8", "window:1024+4", "Beaten"]
+    assert said[-1].endswith("and not better in either: other 0, other 1, other 2.")
 
 
 def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() -> None:
@@ -530,7 +530,7 @@ def test_no_file_but_the_palette_has_a_colour_of_its_own() -> None:
 
 
 def test_each_mode_and_each_part_of_the_memory_has_its_colour_on_every_picture() -> None:
-    known = {"with the cache": palette.CACHE, "without": palette.ANEW, "KV cache": palette.CACHE}
+    known = {"with the cache": palette.CACHE, "without": palette.RECOMPUTED, "KV cache": palette.CACHE}
     known |= {"weights": palette.WEIGHTS, "activations": palette.ACTIVATIONS}
     report = sweep_report()
     for draw in (draw_time, draw_memory, draw_speedup, draw_steps):

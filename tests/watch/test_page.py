@@ -161,7 +161,7 @@ def test_colours_are_those_of_the_palette_alone() -> None:
     style, script = texts["style"][0], texts["script"][-1]
     used = set(re.findall(r"var\(--(\w+)\)", style))
     drawn = set(re.findall(r"colour\(\"(\w+)\"\)", script))
-    assert {"cache", "written", "anew", "grid"} <= drawn
-    assert {"cache", "anew", "written", "attention"} <= used
+    assert {"cache", "written", "recomputed", "grid"} <= drawn
+    assert {"cache", "recomputed", "written", "attention"} <= used
     assert used | drawn <= palette.variables().keys()
     assert palette.css() in style

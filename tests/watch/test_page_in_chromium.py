@@ -161,18 +161,18 @@ def figure(shown: Page, place: int, side: str) -> int:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_cells_have_the_colours_of_their_states(shown: Page, dark: bool) -> None:
     shown.open(address="#step=3", dark=dark)
-    shade = {name: getattr(palette, name)[dark] for name in ("CACHE", "WRITTEN", "ANEW")}
+    shade = {name: getattr(palette, name)[dark] for name in ("CACHE", "WRITTEN", "RECOMPUTED")}
     newest = len(PROMPT) + 1
     for layer in range(2):
         on = [shown.colour_at("grid-on", layer, position) for position in range(newest + 1)]
         assert on == [shade["CACHE"]] * newest + [shade["WRITTEN"]]
         off = [shown.colour_at("grid-off", layer, position) for position in range(newest + 2)]
-        assert shade["ANEW"] in off[:newest]  # hatched
+        assert shade["RECOMPUTED"] in off[:newest]  # hatched
         assert not {shade["CACHE"], shade["WRITTEN"]} & set(off[:newest])
         assert off[newest] == shade["WRITTEN"]
         assert off[newest + 1] not in shade.values()
     assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-on .written")) == 1
-    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-off .anew")) == newest
+    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-off .recomputed")) == newest
 
 
 def test_positions_that_a_window_drops_disappear(shown: Page) -> None:

@@ -1,1 +1,1 @@
-"""What shows: a report as tables, sentences, pictures, a page and files."""
+"""Reports of the benchmark: tables, sentences, plots, a page and files."""

@@ -1,4 +1,4 @@
-"""What a reader should take from a report, in sentences that are understood at once. Predicted figures are named so."""
+"""The sentences at the head of a report. They name predicted figures as such, and omit what was not measured."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,14 +15,14 @@ _MOST_KINDS = 4  # lossy kinds of cache that have a sentence each
 
 
 def findings(report: Report) -> list[str]:
-    """Return the sentences of a report of any preset; nothing is said of what was not measured."""
+    """Return the sentences of a report of any preset; figures that were not measured have none."""
     if report["preset"] == "caches":
         return list(_kinds(report))
     if report["preset"] == "chat":
         return list(_turns(report))
     pairs = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
     measured = [row for row in pairs if not row["predicted"]]
-    lead = max(measured, key=lambda row: row["batch_size"], default=None)  # of several paths the first, the plain one
+    lead = max(measured, key=lambda row: row["batch_size"], default=None)  # the plain path comes first
     found = [_pair(report, row) for row in sorted(measured, key=lambda row: row is not lead)]
     if left := [row for row in pairs if row["predicted"]]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
@@ -92,7 +92,7 @@ def share_of_full(row: dict[str, Any], full: str, form: str) -> str:
 
 
 def _kinds(report: Report) -> Iterator[str]:
-    """Yield a sentence for each lossy kind; if they are many, only for those that none beats in bytes and tokens."""
+    """Yield a sentence for each lossy kind; if they are many, only for those that no other kind beats."""
     known = [row for row in kind_rows(report) if row["of_full"] is not None and not row.get("predicted")]
     full = report["cells"][0]["kv_cache"]
     rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
@@ -112,7 +112,7 @@ def _kinds(report: Report) -> Iterator[str]:
         else:
             yield f"{words}; its quality is {NOT_JUDGED}: it has dropped or compressed nothing there."
     if beaten:
-        yield f"Another kind is as good in bytes and tokens, and better in one, for each of: {', '.join(beaten)}."
+        yield f"Beaten by another kind in bytes or agreement, and not better in either: {', '.join(beaten)}."
 
 
 def _turns(report: Report) -> Iterator[str]:

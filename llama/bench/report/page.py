@@ -83,7 +83,7 @@ def _marked(text: str) -> str:
     if text.startswith(("VIOLATED", "NOISY", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
     if text.startswith(("not ", "~", "predicted")):
-        return f'<span class="faint">{escape(text)}</span>'
+        return f'<span class="muted">{escape(text)}</span>'
     figure, bracket, rest = text.partition(" (")
     if bracket and rest.endswith(")") and figure.replace(".", "").isdigit():
         return f"{escape(figure)}<small>{escape(rest[:-1])}</small>"

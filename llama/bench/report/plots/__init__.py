@@ -1,1 +1,1 @@
-"""A report as pictures. The only folder that knows matplotlib."""
+"""The plots of a report. The only folder that knows matplotlib."""

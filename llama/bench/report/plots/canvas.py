@@ -19,9 +19,9 @@ from matplotlib.ticker import FixedLocator, Locator, LogLocator, NullLocator
 
 from llama.bench.report.columns import least_to_most
 from llama.bench.statistics import Spread
-from llama.host.palette import ALARM, ANEW, CACHE, FACTOR, FAINT, GRID, INK, PAPER, variables
+from llama.host.palette import ALARM, CACHE, FACTOR, GRID, INK, MUTED, PAPER, RECOMPUTED, variables
 
-COLORS = {"on": CACHE.light, "off": ANEW.light}
+COLORS = {"on": CACHE.light, "off": RECOMPUTED.light}
 MODES = {"on": "with the cache", "off": "without"}
 MARKERS = {"on": "o", "off": "s"}
 DASHES = (0, (4, 3))
@@ -32,7 +32,7 @@ WIDTH = 9.0  # inches; a page shows an inch in 80 to 100 px
 SMALL = 10.0  # points of the words: on such a page at least 11 px
 STYLE: dict[Any, Any] = {  # matplotlib's settings
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), FAINT.light),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED.light),
     **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "legend.labelcolor"), INK.light),
     **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), INK.light),
     **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize", "axes.titlesize"), SMALL),
@@ -62,7 +62,7 @@ def new_figure(
     figure.set_layout_engine("constrained", rect=(0.005, 0.01, 0.99, 0.99 - under), w_pad=0.06, h_pad=0.06)
     top: dict[str, Any] = {"va": "top", "x": 0.09 / WIDTH}
     figure.text(s="\n".join(heads), y=1 - 0.1 / tall, fontsize=14, weight="bold", linespacing=1.2, **top)
-    figure.text(s="\n".join(words), y=1 - (0.16 + 0.25 * len(heads)) / tall, color=FAINT.light, fontsize=10, **top)
+    figure.text(s="\n".join(words), y=1 - (0.16 + 0.25 * len(heads)) / tall, color=MUTED.light, fontsize=10, **top)
     axes = list(figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows, **grid).flat)
     for ax in axes[len(heights) :]:
         ax.remove()
@@ -177,7 +177,7 @@ def draw_factors(
     """Draw how many times faster the cache makes each row as bars; at the dashed line both modes are equal."""
     form = ".1f" if max([1.0, *filter(None, factors)]) >= 5 else ".2f"
     draw_bars(ax, names, factors, "times faster with the cache", form, unit="x", predicted=predicted)
-    ax.axvline(1, color=FAINT.light, lw=1, ls=DASHES, zorder=0.9)
+    ax.axvline(1, color=MUTED.light, lw=1, ls=DASHES, zorder=0.9)
     ax.set_xlim(0, max(ax.get_xlim()[1], 1.22))
 
 

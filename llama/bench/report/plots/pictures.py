@@ -156,7 +156,7 @@ def draw_steps(report: Report) -> Figure | None:
         if one["context"]:
             ax.axvline(one["context"], color=palette.INK.light, lw=1.2, ls=canvas.DASHES)
         else:
-            ax.text(0.03, 0.97, "no crossover", transform=ax.transAxes, va="top", color=palette.FAINT.light)
+            ax.text(0.03, 0.97, "no crossover", transform=ax.transAxes, va="top", color=palette.MUTED.light)
     canvas.log_y(axes, "time of a step, ms")
     canvas.mode_legend(figure)
     return figure
@@ -197,7 +197,9 @@ def draw_kinds(report: Report) -> Figure | None:
     other = [100 * (1 - row["top1_agreement"]) if row["judged"] else None for row in rows]
     canvas.draw_bars(axes[0], names, stored, "KV cache, MB", ".3g", color=palette.CACHE.light, predicted=predicted)
     canvas.draw_bars(axes[1], names, seconds, "time per token, ms", ".3g", missing=NOT_MEASURED)
-    canvas.draw_bars(axes[2], names, other, "other top-1 token, %", ".2f", color=palette.ANEW.light, missing=NOT_JUDGED)
+    canvas.draw_bars(
+        axes[2], names, other, "other top-1 token, %", ".2f", color=palette.RECOMPUTED.light, missing=NOT_JUDGED
+    )
     return figure
 
 
@@ -219,7 +221,7 @@ def draw_pareto(report: Report) -> Figure | None:
         ax.set_yscale("symlog", linthresh=0.1)
         ax.scatter(values, other, s=26, color=palette.CACHE.light, zorder=3)
         front = unbeaten(values, other)
-        ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.FAINT.light, lw=1)
+        ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.MUTED.light, lw=1)
         ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("other top-1 token, % (log scale)")
