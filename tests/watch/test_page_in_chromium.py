@@ -24,7 +24,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver here"),
+]
 
 FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
 PROMPT, NEW = [3, 1, 4, 1, 5], 9
@@ -101,7 +104,6 @@ def no_errors_in_the_console(shown: Page) -> Iterator[None]:
     assert shown.driver.get_log("browser") == []
 
 
-@pytest.mark.slow
 def test_the_slider_and_keys_and_the_address_turn_to_a_step(shown: Page) -> None:
     shown.open(address="#step=4")
     assert shown.step == 4
@@ -122,7 +124,6 @@ def test_the_slider_and_keys_and_the_address_turn_to_a_step(shown: Page) -> None
         assert shown.step == step
 
 
-@pytest.mark.slow
 def test_it_plays_to_the_end_and_pauses(shown: Page) -> None:
     shown.open()
     shown.find("#play").click()
@@ -185,12 +186,12 @@ def test_positions_that_a_window_drops_disappear(shown: Page) -> None:
     assert "are dropped" in str(shown.find("#grid-on").get_attribute("aria-label"))
 
 
-@pytest.mark.parametrize(("kind", "width"), [("static", 400), ("window:6+2", 400), ("int8", 400), ("static", 1600)])
-def test_nothing_has_to_be_scrolled_sideways(shown: Page, kind: str, width: int) -> None:
-    shown.open(kind, f"#step={NEW}", width=width)
-    shown.run("document.querySelectorAll('details').forEach((line) => { line.open = true; })")
-    page = "document.documentElement"
-    assert shown.run(f"return [{page}.scrollWidth - {page}.clientWidth, window.innerWidth]") == [0, width]
+def test_nothing_has_to_be_scrolled_sideways(shown: Page) -> None:
+    for kind, width in (("static", 400), ("window:6+2", 400), ("int8", 400), ("static", 1600)):
+        shown.open(kind, f"#step={NEW}", width=width)
+        shown.run("document.querySelectorAll('details').forEach((line) => { line.open = true; })")
+        page = "document.documentElement"
+        assert shown.run(f"return [{page}.scrollWidth - {page}.clientWidth, window.innerWidth]") == [0, width], kind
 
 
 def test_every_control_has_a_name_and_each_picture_a_description(shown: Page) -> None:

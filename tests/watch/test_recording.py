@@ -20,7 +20,8 @@ from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 EVERY_SECOND = f"{EXAMPLES}/every_second.py:every_second"
-KINDS = ("static", "concat", "paged", "window:6+2", "int8", "h2o:6", f"{EVERY_SECOND}:4")
+KINDS = ("static", "window:6+2", "int8", "h2o:6")
+MORE_KINDS = ("concat", "paged", f"{EVERY_SECOND}:4")
 PROMPT, NEW = [3, 1, 4, 1, 5], 9
 ENDS = range(len(PROMPT), len(PROMPT) + NEW)  # of the text, step by step
 
@@ -34,7 +35,7 @@ def recorded(model: Transformer, kv_cache: str = "static", **options: Any) -> Re
     return record(model, Ids(), PROMPT, NEW, **{"temperature": 0.0, "kv_cache": kv_cache, **options})
 
 
-@pytest.mark.parametrize("kv_cache", KINDS)
+@pytest.mark.parametrize("kv_cache", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)])
 def test_the_text_and_the_bytes_are_those_of_the_same_generation_unrecorded(model: Transformer, kv_cache: str) -> None:
     recording = recorded(model, kv_cache, temperature=0.7, seed=5)
     for kv_caching, texts in ((True, recording.texts), (False, recording.texts_off)):
@@ -115,7 +116,7 @@ def near_ones(scores: Tensor, query_positions: Tensor, key_positions: Tensor, la
     return scores - (1 + layer) * (query_positions - key_positions) / 4
 
 
-@pytest.mark.parametrize(("kv_cache", "score_mod"), [("static", None), ("concat", near_ones), ("paged", near_ones)])
+@pytest.mark.parametrize(("kv_cache", "score_mod"), [("static", None), ("paged", near_ones)])
 def test_attention_equals_a_float64_softmax_over_the_uncached_model(
     model: Transformer, kv_cache: str, score_mod: ScoreMod | None
 ) -> None:
@@ -252,15 +253,13 @@ def test_options_that_are_not_of_one_text_in_both_modes_are_refused(model: Trans
             recorded(model, **{option: True})
 
 
-@pytest.mark.parametrize(("others", "seconds", "said"), [(1.4, 0.0, True), (0.2, 0.0, False), (1.4, 1e9, False)])
-def test_times_under_load_get_a_note(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch, others: float, seconds: float, said: bool
-) -> None:
-    monkeypatch.setattr("llama.watch.record.LEAST_SECONDS", seconds)
+def test_times_under_load_get_a_note(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr("llama.host.cores.OtherLoad.stop", lambda _: others)
     words = "Other work kept 1.4 cores busy during the timed runs; on an idle machine they may be much faster."
-    assert recorded(model).notes == ((words,) if said else ())
+    for others, seconds, notes in ((1.4, 0.0, (words,)), (0.2, 0.0, ()), (1.4, 1e9, ())):
+        monkeypatch.setattr("llama.watch.record.LEAST_SECONDS", seconds)
+        monkeypatch.setattr("llama.host.cores.OtherLoad.stop", lambda _, others=others: others)
+        assert recorded(model).notes == notes
 
 
 def test_a_recording_of_too_many_steps_is_cut_and_says_so(model: Transformer) -> None:

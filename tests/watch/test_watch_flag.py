@@ -26,20 +26,18 @@ def test_the_page_is_of_the_text_that_is_printed(
     assert "Cache: window:4+1" in byline
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [(["--chat"], "--watch shows one text"), (["x", "--fast"], "leave out --fast")]
-)
-def test_a_conversation_and_fast_code_are_refused(words: list[str], said: str, command: Command) -> None:
-    assert said in command.refused(main, *words, "--watch", "page.html", "--ckpt_dir", "/nowhere")
-    assert not Path("page.html").exists()
-
-
-def test_a_page_that_cannot_be_written_is_refused_before_a_model_is_loaded(tmp_path: Path, command: Command) -> None:
+def test_what_cannot_be_shown_or_written_is_refused_before_a_model_is_loaded(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file" / "page.html"):
-        said = command.refused(main, "x", "--watch", path, "--ckpt_dir", "/nowhere")
-        assert str(path) in said or "file" in said
-        assert "nowhere" not in said
+    page = tmp_path / "page.html"
+    refused = {
+        ("--chat", "--watch", page): "--watch shows one text",
+        ("x", "--fast", "--watch", page): "leave out --fast",
+        ("x", "--watch", tmp_path): str(tmp_path),
+        ("x", "--watch", tmp_path / "file" / "page.html"): "file",
+    }
+    said = {words: command.refused(main, *words, "--ckpt_dir", "/nowhere") for words in refused}
+    assert {words: line for words, line in said.items() if refused[words] not in line or "nowhere" in line} == {}
+    assert not page.exists()
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
