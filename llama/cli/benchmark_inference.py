@@ -264,7 +264,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     """
     from llama.bench.plan import Run
     from llama.bench.report.files import write_json, write_report
-    from llama.bench.report.text import alarms_text, table_markdown
+    from llama.bench.report.text import table_markdown, warnings_text
     from llama.bench.run.directory import new_run, resumed_run
     from llama.host.progress import seconds_bar
 
@@ -286,7 +286,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     if json_path is not None:
         write_json(report, json_path)
     console.put(
-        "\n".join([table_markdown(report), *report["reading"], *alarms_text(report), "", *map(str, files)]),
+        "\n".join([table_markdown(report), *report["reading"], *warnings_text(report), "", *map(str, files)]),
         alarm="VIOLATED",
     )
     return report_exit_code(report, strict=flags.strict)

@@ -48,9 +48,11 @@ _CHUNK = 2**21  # logits that are compared at a time: 16 MiB in float64
 
 @dataclass(frozen=True)
 class FirstDivergence:
-    """The first difference between the free runs of a row: the tokens of the cached and of the uncached run.
+    """The first difference between the free runs of a row.
 
-    margins: top1 - top2 of U, C and R there, None if not finite. explained: the margin of R is within twice the bound.
+    tokens: those of the cached and of the uncached run.
+    margins: top1 - top2 of U, C and R there; None if not finite.
+    explained: the margin of R is at most twice the bound.
     """
 
     row: int
@@ -65,12 +67,20 @@ class FirstDivergence:
 class Figures:
     """The measurements of one run. To add up runs, sum the integers, take the maximum of the floats, join the lists.
 
-    tokens: those of the cached greedy run. equal_tokens: those that the uncached run made too, in each row up to its
-    divergence. near_ties: the positions at which top1 - top2 of R is at most twice the bound. bound: the largest bound.
-    error_ratio: the largest error divided by its bound; above 1 is a violation. errors: the largest distance to R, by
-    pass. compared, bit_equal: the positions of a pass that were compared with U, and those whose bits were equal.
-    max_delta: the largest |C - U| of a logit. kl_max: the largest KL(U || C) of a position, in nats. same_top: the
-    positions at which C and U have the same most likely token. violations: one sentence each, none for a sound model.
+    tokens: how many the cached greedy run made.
+    equal_tokens: how many of them the uncached run made too, in each row up to its divergence.
+    positions: how many all texts have.
+    near_ties: at how many positions top1 - top2 of R is at most twice the bound.
+    same_top: at how many positions C and U have the same most likely token.
+    bound: the largest bound.
+    error_ratio: the largest error divided by its bound; above 1 is a violation.
+    max_delta: the largest |C - U| of a logit.
+    kl_max: the largest KL(U || C) of a position, in nats.
+    errors: the largest distance of each pass to R.
+    compared: how many positions of each pass were compared with U.
+    bit_equal: at how many of them the bits were equal.
+    divergences: the first difference of each row whose free runs differ.
+    violations: a sentence each; a sound model has none.
     """
 
     tokens: int = 0
@@ -130,9 +140,13 @@ def measure_run(
 
 @dataclass(frozen=True)
 class PassComparison:
-    """The logits of a pass compared with U and R, in ascending order of `index`; each tensor is (n,), on the CPU.
+    """The logits of a pass compared with U and R; each tensor is (n,), on the CPU.
 
-    equal: bit-equal to U. error: the largest distance to R, inf or nan if a logit is not finite. margin: top1 - top2.
+    index: the positions, ascending.
+    equal: whether all bits are those of U.
+    error: the largest distance to R; inf or nan if a logit is not finite.
+    choice: the most likely token.
+    margin: top1 - top2.
     """
 
     index: Tensor

@@ -86,8 +86,8 @@ def all_passes(
 ) -> dict[str, Iterator[Chunk]]:
     """Return the passes over `texts` by name. Each one computes when it is iterated.
 
-    The texts are aligned at their last column and cut at columns: behind the prompts and then before each token, as
-    generation feeds them, or at random columns that leave every row a first token.
+    They align the texts on the right. The passes by steps cut them before each generated token, as generation feeds
+    them; the passes in pieces cut them at random columns that leave every row a first token.
     """
     longest, shortest = max(map(len, texts)), min(map(len, texts))
     steps, columns = range(longest - tokens + 1, longest), range(longest - shortest + 1, longest)

@@ -39,7 +39,8 @@ LEVELS = 254  # an attention weight w is stored as 1 + round(LEVELS * w), in 8 b
 class StepWork:
     """One step in one mode: `fed` tokens from position `start` on, and their costs.
 
-    bytes_held: the bytes of the caches of all layers. bytes_read: the weights, once, and the cached keys and values.
+    bytes_read: the weights, once, and the cached keys and values.
+    bytes_held: the bytes of the caches of all layers.
     """
 
     start: int
@@ -63,8 +64,10 @@ class Candidate:
 class Moment:
     """One step of a generation, in both modes.
 
-    seen: for each layer the positions that the newest token attends to, in ascending order; positions that the step
-    was not fed are cached. attention: for each layer its weights of these positions, n_heads x len(seen), in 8 bits.
+    seen: for each layer the positions that the newest token attends to, ascending. Positions before the fed tokens are
+        cached.
+    attention: for each layer the weights of these positions, n_heads x len(seen), in 8 bits.
+    likely: the most likely next tokens.
     """
 
     on: StepWork
@@ -81,11 +84,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How the caches store positions: full groups of `group` in `bits` bits, in blocks of `block`; 0 if not.
+    """How the caches store positions. Zero means that a cache has no groups, window or blocks.
 
-    bits: the mean of keys and values. window: the newest positions, which stay in full precision.
-    position_bytes: the bytes of a position of a full group in a layer; newest_bytes: those of a newer position.
-    reserved: the number of positions allocated from the first step on; 0 for a cache that grows or has a fixed size.
+    position_bytes: the bytes of a position of a full group in a layer.
+    newest_bytes: the bytes of a newer position.
+    bits: the bits of a number in a full group, the mean of keys and values.
+    group: the positions of a full group.
+    window: the newest positions, which stay in full precision.
+    block: the positions of a block.
+    reserved: the positions allocated from the first step on; 0 for a cache that grows or has a fixed size.
     """
 
     kind: str

@@ -51,7 +51,7 @@ from llama.bench.report.plots.pictures import (
     draw_time,
     figures,
 )
-from llama.bench.report.text import alarms_text, cell_text, report_csv, report_markdown, table_markdown
+from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown, warnings_text
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
 from llama.host import palette
@@ -192,7 +192,7 @@ def test_predicted_cells_are_marked_in_sentences_csv_and_pictures() -> None:
     assert not any("~" in cell for row in rows[:4] for cell in row)
     assert [cell.startswith("~") for cell in rows[4]] == [False] * 3 + [True] * 6 + [False] * 4
     assert rows[4][9:] == ["not measured", "202.50", "4,592", "predicted"]
-    assert alarms_text(report) == [
+    assert warnings_text(report) == [
         "not measured: steps at batch 1: died: gone",
         "no room in the budget for batch 8, cache on",
     ]
@@ -392,7 +392,7 @@ def test_the_growth_of_the_speed_up_is_read_out_of_the_longest_generation() -> N
 def test_a_noisy_report_says_so_first_wherever_it_is_read() -> None:
     report, calm = noisy(caches_report(["static", "int8"])), table_report(PAIR)
     line = "NOISY static: other work: occupied 1.02 of 2 cores"
-    assert (alarms_text(report), alarms_text(calm)) == ([line], [])
+    assert (warnings_text(report), warnings_text(calm)) == ([line], [])
     assert title(report) == f"Kinds of KV cache: bytes, time and quality: {NOISY}"
     assert report_markdown(report).startswith(f"# {title(report)}\n")
     assert table_markdown(report).startswith(NOISY)
@@ -469,14 +469,14 @@ def test_what_other_work_did_to_many_cells_is_one_sentence_and_a_kind_has_one_na
     cell_row(report, 1)["path"] = "native"
     cell_row(report, 2)["error"] = "died: gone"
     report["failures"] = ["FILE.py:mine:0.5: bytes and times: no room in the budget"]
-    assert alarms_text(report) == [
+    assert warnings_text(report) == [
         "NOISY other work changed the times of 2 of 3 cells (static, FILE.py:mine:0.5); bytes and tokens are not "
         "affected",
         "int8 died: gone",
         "no room in the budget for FILE.py:mine:0.5: bytes and times",
     ]
     report["rows"].append(check(2, "busy", "occupied 1 of 2 cores", "noisy"))
-    assert alarms_text(report)[0].startswith("NOISY other work changed the times of all cells;")
+    assert warnings_text(report)[0].startswith("NOISY other work changed the times of all cells;")
 
 
 def test_a_kind_from_a_file_in_a_deep_folder_leaves_room_for_the_picture() -> None:

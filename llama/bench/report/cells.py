@@ -1,4 +1,4 @@
-"""The cells of a report, each with its rows, its name and the path that it ran on; and which cells belong together."""
+"""The cells of a report, each with its rows, its name and its path; their order, and which ones are compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,13 @@ from llama.bench.statistics import spread
 
 @dataclass(frozen=True)
 class CellView:
-    """A cell, its index in the head, and its rows; `checks` and `memory` are its other rows."""
+    """A cell with its rows.
+
+    index: its place in the head of the report.
+    row: its figures.
+    checks: what was checked in it.
+    memory: the lines of its memory ledger.
+    """
 
     index: int
     cell: Cell
@@ -38,12 +44,12 @@ class CellView:
 
     @property
     def is_fast(self) -> bool:
-        """Whether it is ours and ran on another path than the plain one, so that its times stand apart."""
+        """Whether it is ours and ran on another path than the plain one."""
         return self.is_ours and self.path not in ("plain", "")
 
     @property
     def label(self) -> str:
-        """What tells the cell from the others of its report."""
+        """The name of the cell, which no other cell of its report has."""
         name = self.cell.name
         if self.is_fast:  # its path names the modes
             name = f"{self.cell.workload.name}, {self.path}"
@@ -56,11 +62,11 @@ class CellView:
 
     @property
     def runs_on(self) -> str:
-        """What computes: a path of ours, or another engine."""
+        """The path of ours, or the other engine."""
         return self.path if self.is_ours else " ".join(filter(None, (self.cell.engine, self.cell.quantize)))
 
     @property
-    def fate(self) -> str:
+    def outcome(self) -> str:
         """Why the cell has no figures: it died, was refused, or was not measured."""
         return self.row.get("error") or NOT_MEASURED
 
@@ -72,6 +78,11 @@ class CellView:
     def line(self, name: str) -> Row | None:
         """Return a line of the memory ledger."""
         return next((row for row in self.memory if row["name"] == name), None)
+
+    @property
+    def has_peak(self) -> bool:
+        """Whether the peak of its tensors was measured or predicted."""
+        return self.line("peak") is not None
 
 
 def cell_views(report: Report) -> list[CellView]:

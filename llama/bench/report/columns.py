@@ -15,7 +15,16 @@ NOT_MEASURED, NOT_OBSERVED, NOT_JUDGED = "not measured", "not observed", "not ju
 
 @dataclass(frozen=True)
 class Column:
-    """`scale` turns a value into the unit of the head, `form` and `unit` write it; `estimated`: "~" if predicted."""
+    """How a column is written.
+
+    head: its name and unit.
+    meaning: what a figure in it counts or measures.
+    scale: the factor from a value to the unit of the head.
+    form, unit: the format of a number, and what follows it.
+    missing: the text for None.
+    truth: the texts for False and True.
+    estimated: a figure of a predicted row begins with "~".
+    """
 
     head: str
     meaning: str = ""
@@ -27,7 +36,7 @@ class Column:
     estimated: bool = False
 
     def write(self, value: Any) -> str:
-        """Return a value as text: of a spread the median, and p10 and p90 in brackets if there are several values."""
+        """Return a value as text; a spread of several values as its median, with p10 and p90 in brackets."""
         if value is None:
             return self.missing
         if isinstance(value, bool):
@@ -119,9 +128,9 @@ TABLE_COLUMNS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts: the first column names the row, `notes` stand below; without heads a list of notes.
+    """A table of texts, whose first column names the row, with notes below it.
 
-    It is left out if it has no rows, and as a list if it has no notes.
+    Without heads it is a list of notes. A table without rows, and a list without notes, is left out of a report.
     """
 
     title: str
@@ -139,7 +148,7 @@ def column(name: str) -> Column:
 
 
 def written(row: Mapping[str, Any], name: str) -> str:
-    """Return what a row has in a column as text. An estimated figure of a predicted row begins with "~"."""
+    """Return the figure of a row in a column as text."""
     shown = column(name)
     value = spread(row, name) if isinstance(row.get(name), list) else row.get(name)  # type: ignore[arg-type]
     if shown.estimated and value is not None and row.get("predicted"):

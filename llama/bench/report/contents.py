@@ -1,4 +1,4 @@
-"""What a report consists of, in reading order, whatever its preset: title, warnings, and sections."""
+"""The parts of a report of any preset, in reading order: title, warnings, failures, and sections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ CHAT_TERMS = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: tables, the names of its pictures, and whether a page folds its tables."""
+    """A part of a report: its tables, and the names of its pictures. A page folds tables if `folded`."""
 
     name: str
     tables: Sequence[Table]
@@ -45,8 +45,8 @@ def report_sections(report: Report) -> list[Section]:
     """Return the report after its head, in reading order, without empty tables."""
     has_details = report["preset"] not in ("caches", "chat")
     views = cell_views(report)
-    noted = [] if has_details else views
-    notes = [f"{name_of(view, report)}: {note}" for view in noted for note in view.row.get("notes", [])]
+    noted = [f"{name_of(view, report)}: {note}" for view in views for note in view.row.get("notes", [])]
+    notes = Table("", notes=[] if has_details else noted)
     steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     found = [
         Section("Kinds of cache", tables.cache_tables(report), ("kinds", "pareto")),
@@ -56,23 +56,20 @@ def report_sections(report: Report) -> list[Section]:
         Section("Time and memory", [], ("time", "memory")),
         Section(steps, tables.step_tables(report), ("speedup", "steps")),
         Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
-        Section("Validity", [tables.validity_table(report), Table("", notes=notes)], folded=False),
+        Section("Validity", [tables.validity_table(report), notes], folded=False),
         Section("Where and how", [tables.environment_table(report)], folded=False),
     ]
     heads = {head for section in found for table in section.tables if table for head in table.heads}
-    words = CHAT_TERMS if report["preset"] == "chat" else []
-    words = [
-        *words,
-        *(f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads),
-    ]
-    found.append(Section("What the words mean", [Table("", notes=[*words, *TERMS])], folded=False))
+    terms = CHAT_TERMS if report["preset"] == "chat" else []
+    words = [f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads]
+    found.append(Section("What the words mean", [Table("", notes=[*terms, *words, *TERMS])], folded=False))
     return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 
 
 def cell_table(view: CellView) -> Table:
     """Return the memory ledger of a cell, with its work below, or why it has none."""
     ledger = tables.ledger_table(view)
-    known = [ledger.title, *ledger.notes, *tables.work_lines(view)] if view.row.get("seconds") else [view.fate]
+    known = [ledger.title, *ledger.notes, *tables.work_lines(view)] if view.row.get("seconds") else [view.outcome]
     return replace(ledger, title=view.label, notes=known)
 
 
@@ -108,19 +105,18 @@ def byline(report: Report) -> list[str]:
     return [*names, *machine, report["started"][:16].replace("T", " ")]
 
 
-def alarms(report: Report) -> list[tuple[str, str]]:
+def warnings(report: Report) -> list[tuple[str, str]]:
     """Return what a reader must not miss, each as a mark and a sentence: every violation, and all noise in one."""
-    views = cell_views(report)
-    found = {
-        status: [(view, check) for view in views for check in view.checks if check["status"] == status]
-        for status in tables.MARKS
-    }
-    said = {status: [f"{name_of(view, report)}: {tables.check_words(check)}" for view, check in found[status]]
-            for status in found}  # fmt: skip
-    if len(noisy := [name_of(view, report) for view, _ in found["noisy"]]) > 1:
-        which = "all cells" if len(noisy) == len(views) else f"{len(noisy)} of {len(views)} cells ({', '.join(noisy)})"
-        said["noisy"] = [f"other work changed the times of {which}; bytes and tokens are not affected"]
-    return [(mark, sentence) for status, mark in tables.MARKS.items() for sentence in said[status]]
+    views, found = cell_views(report), []
+    for status, mark in tables.MARKS.items():
+        seen = [(name_of(view, report), check) for view in views for check in view.checks if check["status"] == status]
+        if status == "noisy" and len(seen) > 1:
+            names = ", ".join(name for name, _ in seen)
+            which = "all cells" if len(seen) == len(views) else f"{len(seen)} of {len(views)} cells ({names})"
+            found.append((mark, f"other work changed the times of {which}; bytes and tokens are not affected"))
+        else:
+            found += [(mark, f"{name}: {tables.check_words(check)}") for name, check in seen]
+    return found
 
 
 def name_of(view: CellView, report: Report) -> str:
@@ -128,9 +124,9 @@ def name_of(view: CellView, report: Report) -> str:
     return view.cell.kv_cache if report["preset"] == "caches" else view.label
 
 
-def deaths(report: Report) -> list[str]:
-    """Return the cells that died or were refused, and what else was not measured."""
-    cells = [f"{name_of(view, report)} {view.fate}" for view in cell_views(report) if view.row.get("error")]
+def failures(report: Report) -> list[str]:
+    """Return a sentence for each cell that died or was refused, and for all else that was not measured."""
+    cells = [f"{name_of(view, report)} {view.outcome}" for view in cell_views(report) if view.row.get("error")]
     left_out = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
     others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
     return [*cells, *others, *([f"{NO_ROOM} for {'; '.join(left_out)}"] if left_out else [])]

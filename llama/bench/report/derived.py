@@ -1,4 +1,4 @@
-"""What follows from the rows of a report, as rows of its own: what the cache saves, where it pays, how times grow.
+"""Rows that follow from the rows of a report: what the cache saves, where it pays, how times grow.
 
 Nothing here is stored in a report; tables, CSV, sentences and plots compute it from the same rows.
 """
@@ -19,7 +19,7 @@ Derived = dict[str, Any]
 
 
 def counts(*spreads: Spread | None) -> str:
-    """Return the counts behind the figures with the cache and without."""
+    """Return how many values the spreads with the cache and without have: "3 on, 2 off"."""
     return ", ".join(f"{one['n']} {mode}" for one, mode in zip(spreads, ("on", "off"), strict=True) if one)
 
 

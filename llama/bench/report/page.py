@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 
 from llama.bench.report.columns import Table
-from llama.bench.report.contents import alarms, byline, deaths, report_sections, title
+from llama.bench.report.contents import byline, failures, report_sections, title, warnings
 from llama.bench.report.plots.canvas import as_svg, heading
 from llama.bench.report.plots.pictures import figures
 from llama.bench.schema import Report
@@ -40,8 +40,8 @@ def report_page(report: Report, steps: str | None = None) -> str:
 
 
 def _head(report: Report) -> str:
-    lines = [f"<p><b>{mark}</b> {escape(line)}</p>" for mark, line in alarms(report)]
-    lines += [f"<p>{escape(line)}</p>" for line in deaths(report)]
+    lines = [f"<p><b>{mark}</b> {escape(line)}</p>" for mark, line in warnings(report)]
+    lines += [f"<p>{escape(line)}</p>" for line in failures(report)]
     alarm = f'<div class="alarm">{"".join(lines)}</div>' if lines else ""
     lead = "".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])
     below = escape(" · ".join(byline(report)))

@@ -27,22 +27,19 @@ def _part(line: str) -> str:
     return next((name for name in PARTS if line.startswith(name) or line.endswith(name)), BEYOND_LEDGER)
 
 
-def peak_bytes(view: CellView) -> int:
-    """Return the most bytes in tensors: measured, or predicted if the system does not report them."""
-    peak = view.line("peak")
-    assert peak is not None
-    return _stored(peak)
-
-
 def _stored(line: Row) -> int:
-    measured: int | None = line.get("measured_bytes")
-    return int(line["predicted_bytes"]) if measured is None else measured
+    measured = line.get("measured_bytes")
+    return int(line["predicted_bytes"] if measured is None else measured)
+
+
+def peak_bytes(view: CellView) -> int:
+    """Return the most bytes in tensors of a cell that has a peak: measured, or predicted if they were not."""
+    return next(_stored(line) for line in view.memory if line["name"] == "peak")
 
 
 def is_peak_predicted(view: CellView) -> bool:
-    """Return True if no peak was measured."""
-    peak = view.line("peak")
-    return peak is not None and peak.get("measured_bytes") is None
+    """Return True if the peak was not measured."""
+    return any(line["name"] == "peak" and line.get("measured_bytes") is None for line in view.memory)
 
 
 def peak_words(view: CellView) -> str:
@@ -56,8 +53,6 @@ def peak_words(view: CellView) -> str:
 
 def peak_sentence(report: Report) -> str:
     """Return the largest part of the highest peak of the cells with times; nothing without any."""
-    views = [view for group in groups(report) for view in group if view.line("peak") is not None]
-    if not views:
-        return ""
-    highest = max(views, key=peak_bytes)
-    return f"Highest peak, {highest.label}: {peak_words(highest)}"
+    views = [view for group in groups(report) for view in group if view.has_peak]
+    highest = max(views, key=peak_bytes, default=None)
+    return "" if highest is None else f"Highest peak, {highest.label}: {peak_words(highest)}"

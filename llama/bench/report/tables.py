@@ -1,4 +1,4 @@
-"""A report as tables: which rows and columns stand where.
+"""The tables of a report: their rows and columns.
 
 Knows nothing of Markdown, HTML or of how anything was measured.
 """
@@ -62,8 +62,8 @@ def cell_tables(report: Report) -> list[Table]:
         rounded = NOT_MEASURED if share is None else f"{share:.2%}"
         own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": repetitions(one)}
         row = {**cell, **one.row, **own, "threads": report["environment"].get("threads")}
-        rows.append(row if row.get("seconds") else {**row, "seconds": one.fate.partition(":")[0]})
-    notes = [f"{one.label} {one.fate}" for one in views if one.row.get("error")]
+        rows.append(row if row.get("seconds") else {**row, "seconds": one.outcome.partition(":")[0]})
+    notes = [f"{one.label} {one.outcome}" for one in views if one.row.get("error")]
     if any(one.is_predicted for one in views):
         notes.append(
             "~ and predicted: the budget was too small to measure the cell. Its times follow from the measured speed "
@@ -225,7 +225,8 @@ def cache_tables(report: Report) -> list[Table]:
 def kind_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each kind of cache with all figures of one length; figures that are not judged say so.
 
-    A predicted row has bytes alone. `full_predicted`: the bytes of the full cache, which `of_full` compares with, are.
+    A predicted row has bytes alone. `of_full` is their share of the full cache's bytes, which are predicted if
+    `full_predicted`.
     """
     found: list[dict[str, Any]] = []
     full = next(iter(rows_of(report, "quality", 0)), None)
@@ -283,7 +284,7 @@ def _kind_notes(report: Report) -> Iterator[str]:
 
 
 def ways_of(report: Report) -> dict[tuple[str, str], list[Row]]:
-    """Return the turns of each way through the conversation, by what computes and what becomes of the cache."""
+    """Return the turns of each way of feeding the conversation, by (engine or path, way)."""
     found: dict[tuple[str, str], list[Row]] = {}
     views = cell_views(report)
     for row in sorted(rows_of(report, "turn"), key=lambda row: (row["cell"], row["turn"])):
@@ -324,7 +325,7 @@ def on_or_off(kv_caching: bool) -> str:
 
 
 def comparison_words(row: Row) -> str:
-    """Return whether the tokens with the cache are those without, or where they diverge."""
+    """State that the tokens with the cache equal those without it, or where they diverge."""
     if row["equal"]:
         return f"the same {row['tokens']} tokens"
     if row.get("divergence_token") is None:

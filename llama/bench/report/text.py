@@ -9,14 +9,14 @@ from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import Column, Table, column, written
 from llama.bench.report.contents import (
     NOISY,
-    alarms,
     byline,
     cell_table,
     check_lines,
-    deaths,
+    failures,
     is_noisy,
     report_sections,
     title,
+    warnings,
 )
 from llama.bench.report.derived import fits, growth
 from llama.bench.report.tables import CELL_COLUMNS, on_or_off, repetitions, result_tables
@@ -61,16 +61,17 @@ def table_markdown(report: Report) -> str:
 
 def report_markdown(report: Report) -> str:
     """Return the whole report, what follows from the figures first."""
-    lines = [f"**{mark}** {_safe(line)}" for mark, line in alarms(report)] + [f"**{_safe(x)}**" for x in deaths(report)]
-    parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report))), *lines, *map(_safe, report["reading"])]
+    parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report)))]
+    parts += [f"**{mark}** {_safe(line)}" for mark, line in warnings(report)]
+    parts += [*(f"**{_safe(line)}**" for line in failures(report)), *map(_safe, report["reading"])]
     for section in (one for one in report_sections(report) if one.tables):
         parts += [f"## {_safe(section.name)}", *map(markdown, section.tables)]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def alarms_text(report: Report) -> list[str]:
+def warnings_text(report: Report) -> list[str]:
     """Return what a reader must not miss, for the terminal: violations, noise, and cells without figures."""
-    return [f"{mark} {line}" for mark, line in alarms(report)] + deaths(report)
+    return [f"{mark} {line}" for mark, line in warnings(report)] + failures(report)
 
 
 def markdown(shown: Table) -> str:

@@ -89,7 +89,7 @@ def _draw_times(ax: Axes, place: int, views: Sequence[CellView]) -> None:
 
 def draw_memory(report: Report) -> Figure | None:
     """Draw the peak of each cell as a bar of its parts, under the sentence that names the largest one."""
-    grouped = [own for group in groups(report) if (own := [view for view in group if view.line("peak") is not None])]
+    grouped = [own for group in groups(report) if (own := [view for view in group if view.has_peak])]
     if not grouped:
         return None
     views = [view for group in grouped for view in group]
