@@ -259,7 +259,7 @@ def _judge(
 
 
 def _comparable(cached: FreeRun, uncached: FreeRun) -> list[int]:
-    """Return for each row the number of steps behind the same text: up to its divergence, and that step too."""
+    """Return for each row the number of steps from equal texts, up to its divergence and including it."""
     pairs = [list(zip(*ids, strict=False)) for ids in zip(cached.ids, uncached.ids, strict=True)]
     return [next((step + 1 for step, (c, u) in enumerate(row) if c != u), len(row)) for row in pairs]
 

@@ -23,7 +23,7 @@ from llama.streaming import TextStream
 from llama.verify.passes import Chunk, Texts, record_logits
 
 IN_TURNS, FORKED, REWOUND = "session in turns", "session forked", "session rewound"
-SAVED, BEHIND, FED_ONCE = "session saved and loaded", "behind a session's text", "common beginning fed once"
+SAVED, AFTER_SESSION, FED_ONCE = "session saved and loaded", "after a session's text", "common beginning fed once"
 
 SHARE = 4  # each pass runs on one text in four: all texts would add half of the time of the other passes
 TURNS = 4  # the most turns in which a text is fed
@@ -149,7 +149,7 @@ def _last_logits(session: Session, end: int) -> Position:
     return end - 1, logits[None]
 
 
-def _behind(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+def _after_session(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
     """Continue rows from a session's text, which is not fed again."""
     session = model.session(Ids())
     start = dice.randint(1, len(text) // 2)
@@ -204,7 +204,7 @@ _PASSES: dict[str, Pass] = {
     FORKED: _forked,
     REWOUND: _rewound,
     SAVED: _saved,
-    BEHIND: _behind,
+    AFTER_SESSION: _after_session,
     FED_ONCE: _fed_once,
 }
 SESSIONS = tuple(_PASSES)

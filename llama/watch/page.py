@@ -22,7 +22,7 @@ from llama.watch.record import Moment, Recording, StepWork
 
 MOST_ATTENTION = 1_200_000  # bytes of attention weights; the page says what is left out
 COUNTERS = {  # and the fields of a StepWork
-    "tokens fed": "fed", "FLOPs": "flops", "bytes read": "bytes_read", "bytes held": "bytes_held", "time": "ms",
+    "tokens fed": "fed", "FLOPs": "flops", "bytes read": "bytes_read", "bytes cached": "bytes_held", "time": "ms",
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def _data(recording: Recording) -> dict[str, Any]:
 
 
 def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return the values so far: sums, except for the bytes held, whose value is the newest."""
+    """Return the values so far: sums, except for the cached bytes, whose value is the newest."""
     return [b if place == 3 else a + b for place, (a, b) in enumerate(zip(one, other, strict=True))]
 
 

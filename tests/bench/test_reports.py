@@ -153,7 +153,7 @@ SAID = [
     (True, ALL, table_report([{**cell, "logits": "all"} for cell in PAIR])),
     (True, "more memory, the same 32 tokens (", table_report(PAIR)),
     (True, "17 of row 3 on (28 with it, 198 without) (", changed(table_report(PAIR), "comparison", 0, **PLACE)),
-    (True, "largest logits are 0.00021 apart", changed(table_report(PAIR), "comparison", 0, **PLACE, margin=2.1e-4)),
+    (True, "largest logits differ by 0.00021", changed(table_report(PAIR), "comparison", 0, **PLACE, margin=2.1e-4)),
     (True, "quantised cache is widened as a whole at every step (int8, int4)", caches_report()),
     (False, "widened", caches_report(["static", "paged", "window:1024+4"])),
     (False, "widened", changed(caches_report(), "cell", 1, 2, path="native")),

@@ -16,7 +16,7 @@ from llama.sessions.file import Content
 from llama.verify.certificate import PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import (
-    BEHIND,
+    AFTER_SESSION,
     FED_ONCE,
     FORKED,
     IN_TURNS,
@@ -100,8 +100,8 @@ def test_cached_tokens_are_not_fed_again(kv_cache: str) -> None:
     assert sum(fed[REWOUND]) == length + (length - first) + 1
     assert sum(fed[FORKED]) == length + (length - fed[FORKED][0]) + 3  # 3 forks, each going back a token
     assert length < sum(fed[IN_TURNS]) <= length + 2 * 4
-    assert fed[BEHIND][-1] == fed[FED_ONCE][-1] == 1
-    assert fed[BEHIND][0] + fed[BEHIND][1] <= length
+    assert fed[AFTER_SESSION][-1] == fed[FED_ONCE][-1] == 1
+    assert fed[AFTER_SESSION][0] + fed[AFTER_SESSION][1] <= length
     assert fed[FED_ONCE][0] + fed[FED_ONCE][1] <= length
 
 
@@ -247,14 +247,14 @@ FAULTS: list[tuple[Break, str, set[str]]] = [
     (shares_writes, "concat", {FORKED}),
     (rewinds_the_text_alone, "paged", {REWOUND, IN_TURNS}),  # in turns, an answer may differ from the text
     (restores_one_key_wrong, "paged", {SAVED}),
-    (shifts_what_is_repeated, "static", {BEHIND, FED_ONCE}),
+    (shifts_what_is_repeated, "static", {AFTER_SESSION, FED_ONCE}),
 ]
 MORE_FAULTS: list[tuple[Break, str, set[str]]] = [
     (counts_no_fork, "paged", {FORKED}),
     (keeps_the_logits, "static", {REWOUND}),
     (loads_other_logits, "concat", {SAVED}),
-    (shifts_the_prefix, "concat", {BEHIND}),
-    (counts_no_row, "paged", {BEHIND, FED_ONCE}),
+    (shifts_the_prefix, "concat", {AFTER_SESSION}),
+    (counts_no_row, "paged", {AFTER_SESSION, FED_ONCE}),
 ]
 CASES = [*FAULTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_FAULTS)]
 
@@ -294,5 +294,5 @@ def test_nan_in_a_session_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Session, "held_copy", held_copy)
     (violation,) = certify().violations
-    assert violation.startswith(f"{BEHIND}: row ")
+    assert violation.startswith(f"{AFTER_SESSION}: row ")
     assert "the logits are not finite" in violation

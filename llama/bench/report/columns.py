@@ -114,7 +114,7 @@ TABLE_COLUMNS = {
     ),
     "mean_kl": Column("mean KL, nats", "the divergence from the prediction of the model without a cache", form=".2g"),
     "perplexity": Column("perplexity", "of the text, fed token by token so that each reads the cache", form=".3f"),
-    "found": Column("found", "secrets found with the question fed token by token behind the prompt"),
+    "found": Column("found", "secrets found with the question fed token by token after the prompt"),
     "found_question_seen": Column(
         "found, question seen", "secrets found with the question in the prompt: a kind that compresses it sees it"
     ),

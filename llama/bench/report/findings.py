@@ -128,5 +128,5 @@ def _turns(report: Report) -> Iterator[str]:
             if (who, way) in last:
                 other = last[who, way][1]
                 said.append(f"{faster(other / seconds)} than {words} ({in_seconds(other)})")
-        turn = f"Turn {row['turn'] + 1} ({who}), {row['new']} tokens behind {row['history']:,}"
+        turn = f"Turn {row['turn'] + 1} ({who}), {row['new']} tokens after {row['history']:,}"
         yield f"{turn}, with the cache kept: first token after {', '.join(said)}."

@@ -316,7 +316,7 @@ def prompt_tables(report: Report) -> list[Table]:
         n = len(row.get("first_token_seconds") or row["save_seconds"])
         rows.append({**row, "computed_by": views[row["cell"]].runs_on, "beginning": row.get("way"), "n": n})
     prompts, disks = ([row for row in rows if row["figures"] == figures] for figures in ("prompts", "disk"))
-    title = f"{plan['rows']} prompts of {plan['own']} tokens behind {plan['shared']:,} that they share"
+    title = f"{plan['rows']} prompts that share {plan['shared']:,} tokens, each with {plan['own']} of its own"
     return [view(title, PROMPT_COLUMNS, prompts), view("A session on disk", DISK_COLUMNS, disks)]
 
 
@@ -335,7 +335,7 @@ def comparison_words(row: Row) -> str:
         f"({row['cached_id']} with it, {row['uncached_id']} without)"
     )
     margin = row.get("margin")
-    return words if margin is None else f"{words}, where the two largest logits are {margin:.2g} apart"
+    return words if margin is None else f"{words}, where the two largest logits differ by {margin:.2g}"
 
 
 def environment_table(report: Report) -> Table:

@@ -1,4 +1,4 @@
-"""The paper that every picture is drawn on: its sizes, its axes, shared marks, and PNG and SVG.
+"""The parts that all pictures share: sizes, axes and marks, and the output as PNG and SVG.
 
 Knows no figure of any report. All colours are those of `llama.palette`.
 """
@@ -197,16 +197,16 @@ def error_bars(spreads: Sequence[Spread]) -> list[list[float]]:
 
 
 def counted(spreads: Iterable[Spread]) -> str:
-    """Return the small words about the counts behind figures, and about the bars if there are any."""
+    """Return the words under a heading about the counts of figures, and about the bars if there are any."""
     counts = [one["n"] for one in spreads]
     return ("" if max(counts) == 1 else "medians, bars from p10 to p90, ") + f"n = {least_to_most(counts)}"
 
 
-def log_x(ax: Axes, name: str, values: Iterable[int], *, apart: float = 1.0) -> None:
-    """Name a logarithmic axis and its values, leaving out those below `apart` times the one before."""
+def log_x(ax: Axes, name: str, values: Iterable[int], *, factor: float = 1.0) -> None:
+    """Name a logarithmic axis and its values, without those below `factor` times the one before."""
     kept: list[int] = []
     for value in sorted(set(values)):
-        if not kept or value >= apart * kept[-1]:
+        if not kept or value >= factor * kept[-1]:
             kept.append(value)
     ax.set_xscale("log", base=2)
     ax.set_xlabel(f"{name} (log scale)")

@@ -150,7 +150,7 @@ def draw_steps(report: Report) -> Figure | None:
     for ax, (title, column, rows) in zip(axes, panels, strict=True):
         values = [row[column] for row in rows]
         canvas.draw_modes(ax, values, rows, scale=1e3)
-        canvas.log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, apart=4.0)
+        canvas.log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, factor=4.0)
         ax.set_title(title)
     for ax, one in zip(axes, crossovers(report), strict=False):
         if one["context"]:
@@ -213,7 +213,7 @@ def draw_pareto(report: Report) -> Figure | None:
     panels = (("KV cache, MB", [row["cache_bytes"] / MB for row in rows]),
               ("time per token, ms", [1e3 * statistics.median(row["step_seconds"]) for row in rows]))  # fmt: skip
     best = [rows[place]["kind"] for place in unbeaten(panels[0][1], other)]
-    words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and tokens"
+    words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and agreement"
     tall = max(3.6, 0.8 + 0.24 * len(rows))
     below = f"one row of {rows[0]['context']:,} tokens; lower and further left is better; line: kinds that none beats"
     figure, axes = canvas.new_figure(words, below, heights=[tall] * 2, times=(1,), legend=False, sharey=True)
