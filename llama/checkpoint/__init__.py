@@ -6,6 +6,7 @@ No other folder sees the names and layouts of the formats. Does not run a model 
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -150,7 +151,13 @@ def _blank(
     with torch.device("meta"), cut_for(ranks):
         model = Transformer(args)
         if quantize == "stored":
-            quantize_layers(model, dtype, quantize, _stored_matrices(checkpoint, repack).get, activations)
+            if not checkpoint.quantised:
+                raise CheckpointError(
+                    checkpoint.path,
+                    "quantize='stored' needs a .gguf file with quantised matrices, and no matrix is quantised; "
+                    "leave it out",
+                )
+            quantize_layers(model, dtype, quantize, partial(_stored_as, checkpoint, repack), activations)
         elif quantize is not None:
             quantize_layers(model, dtype, quantize, activations=activations)
     return model
@@ -180,21 +187,12 @@ def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def _stored_matrices(checkpoint: Checkpoint, repack: bool) -> dict[str, Format | MappedWeight | None]:
-    """Return the stored format of each matrix, or without `repack` the mapped matrix; None if the file has floats."""
-    matrices = {name: weight for name, weight in checkpoint.tensors.items() if len(weight.shape) == 2}
-    if not checkpoint.quantised:
-        raise CheckpointError(
-            checkpoint.path,
-            "quantize='stored' needs a .gguf file with quantised matrices, and no matrix is quantised; leave it out",
-        )
-
-    def stored_as(weight: Weight) -> Format | MappedWeight | None:
-        if weight.stored is None:
-            return None
-        return weight.stored.format if repack else weight.stored.mapped(weight.shape)
-
-    return {name: stored_as(weight) for name, weight in matrices.items()}
+def _stored_as(checkpoint: Checkpoint, repack: bool, name: str) -> Format | MappedWeight | None:
+    """Return the stored format of a matrix, or without `repack` the mapped matrix; None if the file has floats."""
+    weight = checkpoint.tensors[name]
+    if weight.stored is None:
+        return None
+    return weight.stored.format if repack else weight.stored.mapped(weight.shape)
 
 
 def _fill(weight: PackedWeight, own: Weight) -> None:

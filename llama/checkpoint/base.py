@@ -136,10 +136,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class Checkpoint:
     """What is known of a checkpoint before its weights are read.
 
-    `tensors` has every name of the model's state dict, in Meta's names and layout, with checked shapes. window: the
-    number of positions that a query of the original model sees (sliding-window attention); None: all. In this library
-    every query sees all positions, so both models agree only up to that length. family: the file's architecture.
-    assumed: the values that the files do not state, such as "rope_theta=10000", and why they are these.
+    tensors: every tensor of the model's state dict, in Meta's names and layout, with checked shapes.
+    window: the number of positions that a query of the original model sees (sliding-window attention); None: all. In
+        this library every query sees all positions, so both models agree only up to that length.
+    family: the file's architecture.
+    assumed: the values that the files do not state, each with its source, such as "rope_theta=10000.0 (Llama 1 and 2)".
     """
 
     path: Path

@@ -14,9 +14,10 @@ from llama.args import ModelArgs
 class Family:
     """How the models of a family differ from Llama's.
 
-    name: its `model_type` in config.json, and its architecture in a .gguf file. in_gguf: False if .gguf files call its
-    models llama. half_split: whether a .gguf file has Hugging Face's order of rows, see half_split.py. defaults: of
-    config.json, if they differ from Llama's.
+    name: the `model_type` in config.json, and the architecture in a .gguf file.
+    in_gguf: False if .gguf files call these models llama.
+    half_split: whether a .gguf file has Hugging Face's order of rows, see half_split.py.
+    defaults: the values of missing keys of config.json that differ from Llama's.
     """
 
     name: str

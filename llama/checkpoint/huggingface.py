@@ -4,10 +4,11 @@ Reads the config.json of transformers 4 and 5. The `safetensors` package is not 
 before it checks the first one.
 """
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -27,7 +28,7 @@ from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.mapped import MappedFile
-from llama.untrusted.safetensors_header import Header, Readable, read_header
+from llama.untrusted.safetensors_header import Header, read_header
 from llama.untrusted.words import printable, some_of
 
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,8 +69,7 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
     config_path = need_file(directory, "config.json", "the sizes of the model")
     config = read_config(config_path)
     family = _family(config_path, config)
-    args, assumed = _args(config_path, config, family)
-    config = {**family.defaults, **config}
+    args, config, assumed = _args(config_path, config, family)
     names = huggingface_names(args)
     ours = {theirs: ours for ours, theirs in names.items()}
     tensors: dict[str, Weight] = {}
@@ -126,8 +126,8 @@ def _whole(path: Path, config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _args(path: Path, config: Mapping[str, Any], family: Family) -> tuple[ModelArgs, dict[str, Any]]:
-    """Return the sizes, and the values of missing keys that have a default of their own."""
+def _args(path: Path, config: Mapping[str, Any], family: Family) -> tuple[ModelArgs, dict[str, Any], dict[str, Any]]:
+    """Return the sizes, the config with the defaults of missing keys, and these defaults."""
     if type(config.get("tie_word_embeddings")) not in (bool, NoneType):
         raise CheckpointError(path, f"tie_word_embeddings={config['tie_word_embeddings']!r} must be true or false")
     required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -155,7 +155,7 @@ def _args(path: Path, config: Mapping[str, Any], family: Family) -> tuple[ModelA
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
     )
-    return args, assumed
+    return args, config, assumed
 
 
 def _rope_parameters(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def read_shard(path: Path, indexed: set[str] | None) -> dict[str, Weight]:
         }
 
 
-def weights_header(file: Readable, size: int) -> Header:
+def weights_header(file: BinaryIO | mmap.mmap, size: int) -> Header:
     """Return the header as `read_header` does. Raises ValueError for a dtype not in `WEIGHT_DTYPES`, or no numbers."""
     header = read_header(file, size, dtypes={name: dtype.itemsize for name, dtype in WEIGHT_DTYPES.items()})
     for name, span in header.tensors.items():

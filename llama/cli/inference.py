@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ from llama.host import console
 from llama.host.cores import FreeCores
 
 if TYPE_CHECKING:
+    import torch
+
     from llama.model import Transformer
     from llama.request import Options, Step
     from llama.streaming import Stream
@@ -121,15 +123,20 @@ def main(
     sampling["repetition_penalty"] = repetition_penalty
     modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix}
     check_options(len(texts) or 1, longest, stop, {**sampling, **modes}, max_batch_size=max_batch_size)
-    join_ranks(device, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
-    files: dict[str, Any] = {"ckpt_dir": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
+    from llama.api import load, pick_device
+    from llama.ranks import torchrun
+
+    chosen = pick_device(device)
+    join_ranks(chosen, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
+    files: dict[str, Any] = {"path": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
-    by_default = fast is None and (chat or prompt_file is not None) and not (watch or exact) and one_cpu(device)
+    one_cpu = chosen.type == "cpu" and torchrun.world_size() == 1
+    by_default = fast is None and (chat or prompt_file is not None) and not (watch or exact) and one_cpu
     notes: list[str] = []
-    model, tokenizer = load_model(
-        cores, notes.append, **files, **limits, **weights, fast=fast or by_default, exact=exact
-    )
+    if chosen.type == "cpu":
+        cores.choose_threads(notes.append)
+    model, tokenizer = load(**files, **limits, **weights, fast=fast or by_default, exact=exact)
     if by_default:
         notes.append("--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path")
     if notes:
@@ -138,7 +145,9 @@ def main(
     about = setting(model, kv_cache)
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if conversation:
-        return converse(model, tokenizer, about, **writing)
+        from llama.cli.terminal import TerminalChat
+
+        return TerminalChat(model, tokenizer, **writing).run(about)
     asked = as_messages(texts, tokenizer) if chat else texts
     on_step = Trace(tokenizer) if trace else None
     pieces = model.stream(tokenizer, asked, share_prefix=share_prefix, on_step=on_step, **writing)
@@ -175,41 +184,22 @@ def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str |
         console.standard_input()  # raises if it is closed
 
 
-def one_cpu(device: str) -> bool:
-    """Return whether one process computes on a CPU, so that native code may serve it."""
-    from llama.api import pick_device
-    from llama.ranks.torchrun import world_size
-
-    return pick_device(device).type == "cpu" and world_size() == 1
-
-
-def load_model(
-    cores: FreeCores, say: Callable[[str], None], ckpt_dir: str, *, device: str, **options: Any
-) -> "tuple[Transformer, Tokenizer]":
-    """Return a model and its tokenizer; on a busy machine, reduce the threads of the CPU first, and say so."""
-    from llama.api import load, pick_device
-
-    if pick_device(device).type == "cpu":
-        cores.choose_threads(say)
-    return load(ckpt_dir, device=device, **options)
-
-
-def join_ranks(device: str, timeout: float, *, one_process: str | None) -> None:
+def join_ranks(device: "torch.device", timeout: float, *, one_process: str | None) -> None:
     """Join the ranks of the torchrun that started this process, if any.
 
     `one_process` names a flag that needs one process; raises ValueError if it is given under torchrun.
     """
-    from llama.api import pick_device
     from llama.ranks import torchrun
 
     if one_process is not None and torchrun.world_size() > 1:
         raise ValueError(f"{one_process} needs one process, and this is a rank of several; run it without torchrun")
-    torchrun.join(torchrun.own_device(pick_device(device)), timeout=torchrun.check_timeout(timeout))
+    torchrun.join(torchrun.own_device(device), timeout=torchrun.check_timeout(timeout))
 
 
 def complete(model: "Transformer", texts: list[str], pieces: "Stream", about: str, *, live: bool) -> int:
     """Print every prompt's text and the speed; return the exit code."""
-    with only_rank_0_prints(model.ranks.rank):
+    # Errors of the other ranks go to stderr.
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere) if model.ranks.rank else nullcontext():
         started = time.perf_counter()
         code = show(texts, pieces, live=live)
         seconds = time.perf_counter() - started
@@ -225,13 +215,6 @@ def setting(model: "Transformer", kv_cache: str) -> str:
     cache = f"KV cache on ({kv_cache})" if model.kv_caching else "KV cache off"
     how = "" if str(model.execution) == "plain" else f", {model.execution}"
     return f"{cache}, {str(model.norm.weight.dtype).removeprefix('torch.')} on {model.device}{how}"
-
-
-def converse(model: "Transformer", tokenizer: "Tokenizer", about: str, **options: Any) -> int:
-    """Hold a conversation on the terminal; return the exit code."""
-    from llama.cli.terminal import TerminalChat
-
-    return TerminalChat(model, tokenizer, **options).run(about)
 
 
 def write_watch_page(
@@ -254,13 +237,6 @@ def write_watch_page(
     replace_file(path, content)
     line = f"{path}: {len(recording.moments)} steps, {len(content) / 1024:,.0f} kB; open it in a browser"
     return line if len(prompts) == 1 else f"{line}; it shows the first of {len(prompts)} prompts"
-
-
-@contextmanager
-def only_rank_0_prints(rank: int) -> Iterator[None]:
-    """Discard standard output of the other ranks of a torchrun; their errors go to stderr."""
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():
-        yield
 
 
 def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:

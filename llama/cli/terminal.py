@@ -111,11 +111,9 @@ class TerminalChat:
     def stats(self) -> None:
         chat, session = self.chat, self.chat.session
         left = "" if chat.left is None else f", {chat.left} left"
-        held = (
-            f"KV cache {session.kv_cache}, {session.nbytes / 1e6:.1f} MB" if chat.model.kv_caching else "KV cache off"
-        )
+        cache = f"{session.kv_cache}, {session.nbytes / 1e6:.1f} MB" if chat.model.kv_caching else "off"
         said = f"{len(chat.messages)} messages, {session.position} tokens{left}"
-        self.note(f"{said}; {session.fed} tokens fed in all; {held}")
+        self.note(f"{said}; {session.fed} tokens fed in all; KV cache {cache}")
 
     # ---- output ------------------------------------------------------------------------------------------------------
 

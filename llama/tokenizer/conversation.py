@@ -19,12 +19,14 @@ MIN_ANSWER = 8  # tokens that must remain for an answer
 
 @dataclass(frozen=True)
 class Turn:
-    """The counts and times of an answer.
+    """The counts and times of an answer. Times do not include the caller's work between two pieces.
 
-    fed: the tokens that were fed before its first token. context: the tokens before it. first: seconds to the first
-    token. made: its tokens. per_second: tokens per second after the first; None if there is only one. finish_reason: as
-    in a Completion; None while the answer is generated, and after an interruption. Times do not include the caller's
-    work between two pieces.
+    fed: the number of tokens that were fed before the answer's first token.
+    context: the number of tokens before the answer.
+    first: the seconds to the first token.
+    made: the number of tokens of the answer.
+    per_second: the tokens per second after the first; None if there is only one.
+    finish_reason: as in a Completion; None while the answer is generated, and after an interruption.
     """
 
     fed: int

@@ -4,22 +4,17 @@ The file has the length of the header in 8 bytes, the header in JSON, and the by
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 from llama.untrusted.json_object import MOST_OF, parse_object
 from llama.untrusted.words import printable
 
 _MOST_SIDES = 16
 _MOST_NUMBERS = 1 << 60  # an empty tensor counts without its empty sides: libraries have strides of 64 bits
-
-
-class Readable(Protocol):
-    """An open file, or a mapping of one."""
-
-    def read(self, nbytes: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Header:
 
 
 def read_header(
-    file: Readable,
+    file: BinaryIO | mmap.mmap,
     size: int,
     *,
     dtypes: Mapping[str, int],

@@ -73,7 +73,7 @@ def run_config(data: bytes) -> None:
     path = Path("config.json")
     try:
         config = parse_object(data)
-        args, _ = huggingface._args(path, config, huggingface._family(path, config))
+        args, *_ = huggingface._args(path, config, huggingface._family(path, config))
     except CheckpointError as error:
         _check_message(str(error))
     except ValueError:
