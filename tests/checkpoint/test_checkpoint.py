@@ -34,8 +34,8 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tables import table
 from torch import Tensor
-from transformers import LlamaForCausalLM
 from vocabularies import pieces
 
 from llama.args import RopeScaling
@@ -53,7 +53,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Tran
     return load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu", **changes)
 
 
-def write_all(directory: Path, model: LlamaForCausalLM, **meta: Any) -> dict[str, Path]:
+def write_all(directory: Path, model: Any, **meta: Any) -> dict[str, Path]:
     weights = meta_weights(model)
     kind = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}[model.dtype]
     return {
@@ -89,7 +89,7 @@ def test_three_formats_give_the_same_bits_and_the_logits_of_transformers(
         assert torch.allclose(logits_of(model), logits_of(theirs), atol=TOLERANCE, rtol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     heads=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 2)]),
     head_dim=st.sampled_from([2, 4, 6, 16]),
@@ -176,7 +176,7 @@ def test_rows_of_the_embedding_beyond_the_tokenizers_tokens_decode_to_nothing(tm
         assert max(result["ids"]) >= N_WORDS
 
 
-def test_a_tokenizer_from_elsewhere_takes_the_place_of_the_checkpoints_own(tmp_path: Path) -> None:
+def test_a_given_tokenizer_replaces_the_checkpoints_own(tmp_path: Path) -> None:
     model = random_model(config_of())
     elsewhere = tmp_path / "tokenizer.model"
     write_meta_tokenizer(elsewhere)
@@ -205,12 +205,13 @@ def test_an_old_folder_has_sentencepieces_file_and_no_tokenizer_json(tmp_path: P
 # ---- dtypes, devices, progress ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@table("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_numbers_are_rounded_once(tmp_path: Path, stored: torch.dtype) -> None:
     theirs = random_model(config_of(num_hidden_layers=1), dtype=stored)
     weights = meta_weights(theirs)
-    folder = {"huggingface": write_huggingface(tmp_path, theirs)}  # only this format has float64
-    for kind, path in (folder if stored == torch.float64 else write_all(tmp_path, theirs)).items():
+    folder = tmp_path / str(stored)
+    only = {"huggingface": write_huggingface(folder, theirs)}  # no other format has float64
+    for kind, path in (only if stored == torch.float64 else write_all(folder, theirs)).items():
         for wanted in (torch.float32, torch.float16, torch.bfloat16, stored):
             state = load(path, wanted).state_dict()
             assert all(torch.equal(state[name], weight.to(wanted)) for name, weight in weights.items()), kind
@@ -275,7 +276,12 @@ def test_weights_that_do_not_fit_other_args_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+    [Kind.Q4_1, Kind.Q6_K]
+    + [
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in Kind
+        if kind.name in ("Q4_0", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K")
+    ],
     ids=lambda kind: kind.name,
 )
 def test_quantised_weights_are_what_the_gguf_package_makes_of_them(tmp_path: Path, kind: Kind) -> None:
@@ -290,10 +296,8 @@ def test_quantised_weights_are_what_the_gguf_package_makes_of_them(tmp_path: Pat
         assert torch.equal(state[name], expected.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize(
-    ("number", "part", "quantize"), [(torch.nan, "wq", None), (-torch.inf, "wk", None), (torch.nan, "wk", "stored")]
-)
-def test_queries_and_keys_that_would_be_no_numbers_are_refused(
+@table("number, part, quantize", [(torch.nan, "wq", None), (-torch.inf, "wk", None), (torch.nan, "wk", "stored")])
+def test_weights_of_queries_and_keys_that_are_not_finite_are_refused(
     number: float, part: str, quantize: str | None, tmp_path: Path
 ) -> None:
     """PyTorch's attention on a CPU would take scores that are all nan for a query that sees nothing."""
@@ -341,8 +345,8 @@ def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Pa
         scaling_of([1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize(("dim", "n_layers", "factor"), [(2048, 16, 32), (4096, 32, 8)])
-def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
+@table("dim, n_layers, factor", [(2048, 16, 32), (4096, 32, 8)])
+def test_a_bare_use_scaled_rope_is_completed_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dim: int, n_layers: int, factor: int
 ) -> None:
     params = {"dim": dim, "n_layers": n_layers, "n_heads": 16, "rope_theta": 500000.0, "use_scaled_rope": True}
@@ -359,7 +363,7 @@ def test_a_bare_use_scaled_rope_is_completed_and_said_in_the_log(
     [({}, None, 8192), ({"use_scaled_rope": False}, None, 8192), ({"use_scaled_rope": True}, RopeScaling(8.0), 131072)],
     ids=str,
 )
-def test_angles_are_scaled_and_texts_are_long_only_where_params_say_so(
+def test_angles_and_length_are_scaled_only_if_params_json_states_it(
     tmp_path: Path, stated: dict[str, bool], scaling: RopeScaling | None, max_seq_len: int
 ) -> None:
     theirs = random_model(config_of(num_hidden_layers=1))
@@ -420,8 +424,7 @@ def test_a_config_that_says_untied_needs_its_head(tmp_path: Path) -> None:
 # ---- Meta's shards ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [2, 8])
-@pytest.mark.parametrize("llama2", [False, True], ids=["words", "columns"])
+@pytest.mark.parametrize(("shards", "llama2"), [(2, True), (8, False)])
 def test_shards_are_merged_also_where_they_share_kv_heads(tmp_path: Path, shards: int, llama2: bool) -> None:
     theirs = random_model(config_of(hidden_size=64, num_attention_heads=8, num_key_value_heads=2))
     weights = meta_weights(theirs)
@@ -440,17 +443,6 @@ def test_an_incomplete_set_of_shards_is_refused_with_the_files_found(tmp_path: P
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["layers.0.ffn_norm.weight", "layers.1.attention.wk.weight"])
-def test_copies_in_several_shards_must_be_the_same(tmp_path: Path, name: str) -> None:
-    theirs = random_model(config_of(num_key_value_heads=1))
-    write_meta(tmp_path, meta_weights(theirs), meta_params(theirs.config), shards=2)
-    shard = torch.load(tmp_path / "consolidated.01.pth", weights_only=True)
-    shard[name][0] += 1
-    torch.save(shard, tmp_path / "consolidated.01.pth")
-    with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
-        load(tmp_path)
-
-
 def write_shards(folder: Path, model: Any, change: Callable[[dict[str, Tensor]], object]) -> Path:
     """Write a model in four shards, the last of which is changed."""
     path = write_meta(folder, meta_weights(model), meta_params(model.config), shards=4)
@@ -465,7 +457,7 @@ def steps_away(weight: Tensor, steps: int) -> None:
     weight.view({2: torch.int16, 4: torch.int32}[weight.itemsize])[::2] += steps
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norms_that_differ_by_a_rounding_step_are_the_first_shards_with_one_warning(
     dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -477,8 +469,8 @@ def test_norms_that_differ_by_a_rounding_step_are_the_first_shards_with_one_warn
     assert caplog.text.count("differs by a rounding step in the shards") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
+@table(
+    "name, change",
     [
         ("layers.0.attention_norm.weight", lambda weight: steps_away(weight, 3)),
         ("norm.weight", lambda weight: weight[5:6].neg_()),
@@ -495,14 +487,3 @@ def test_norms_far_apart_and_heads_that_differ_at_all_are_refused(
     path = write_shards(tmp_path, theirs, lambda last: change(last[name]))
     with pytest.raises(CheckpointError, match=rf"{name} must be equal in several shards"):
         load(path, torch.bfloat16)
-
-
-def test_released_params_have_the_released_ffn_size(tmp_path: Path) -> None:
-    """Of the 8B model; tests/test_args.py has the other sizes."""
-    params = {"dim": 4096, "n_layers": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024, "n_heads": 32}
-    (tmp_path / "params.json").write_text(json.dumps(params | {"vocab_size": N_WORDS, "rope_theta": 500000.0}))
-    write_meta_tokenizer(tmp_path / "tokenizer.model")
-    torch.save({"layers.0.feed_forward.w1.weight": torch.ones(1, 4096)}, tmp_path / "consolidated.00.pth")
-    needed = r"layers\.0\.feed_forward\.w1\.weight is \(1, 4096\) and must be \(14336, 4096\)"
-    with pytest.raises(CheckpointError, match=needed):
-        open_checkpoint(tmp_path)

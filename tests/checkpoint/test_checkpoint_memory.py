@@ -1,40 +1,46 @@
 """Loading takes the memory of the model and little more, whatever the format."""
 
-import json
-import subprocess
+import multiprocessing
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import config_of, meta_params, meta_weights, random_model, write_gguf, write_huggingface, write_meta
 from gguf import GGMLQuantizationType as Kind
 
+from llama.checkpoint import load_weights, open_checkpoint
+from llama.model import Transformer
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status has the peak of resident memory")
 
-# Each measurement has its own process. It loads a small checkpoint first, for what is allocated once in a process, such
-# as imports. Pages of the file count, too, until they are released.
-MEASURE = """
-import json, re, sys
-import torch
-from llama.checkpoint import load_weights, open_checkpoint
+# Each measurement is in a fork of this process. It loads a small checkpoint first, for what is allocated once. Pages of
+# the file count, too, until they are released.
 
-def status(name):
-    with open("/proc/self/status") as file:
-        return int(re.search(rf"{name}:\\s+(\\d+)", file.read())[1]) * 1024
 
-def load(path):
+def grown(send: Any, small: Path, large: Path, dtype: torch.dtype, how: dict[str, Any]) -> None:
+    """Send the growth of resident memory at its peak while the large checkpoint is loaded, and the model's bytes."""
+    load(small, dtype, how)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status("VmRSS")
+    model = load(large, dtype, how)
+    send.send((status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters())))
+
+
+def load(path: Path, dtype: torch.dtype, how: dict[str, Any]) -> Transformer:
     checkpoint = open_checkpoint(path)
-    return load_weights(checkpoint, checkpoint.args, dtype=getattr(torch, dtype), device="cpu", **how)
+    return load_weights(checkpoint, checkpoint.args, dtype=dtype, device="cpu", **how)
 
-small, large, dtype, how = json.loads(sys.argv[1])
-load(small)
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # resets the peak
-before = status("VmRSS")
-model = load(large)
-print(status("VmHWM") - before, sum(parameter.nbytes for parameter in model.parameters()))
-"""
+
+def status(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
 SIZES = {"small": (768, 1, 256), "large": (2048, 12, 512)}
 
 
@@ -56,22 +62,26 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "dtype", "how", "most"),
     [
-        ("huggingface", "float32", {}, 1.2),
-        pytest.param("huggingface", "bfloat16", {}, 1.3, marks=slow),
-        pytest.param("pth of 1", "float32", {}, 1.2, marks=slow),
-        pytest.param("pth of 2", "float32", {}, 1.2, marks=slow),
-        pytest.param("gguf", "float32", {}, 1.2, marks=slow),
-        pytest.param("gguf", "float32", {"quantize": "stored"}, 1.4, marks=slow),
-        pytest.param("gguf", "float32", {"quantize": "stored", "repack": False}, 0.2, marks=slow),
+        ("huggingface", torch.float32, {}, 1.2),
+        pytest.param("huggingface", torch.bfloat16, {}, 1.3, marks=slow),
+        pytest.param("pth of 1", torch.float32, {}, 1.2, marks=slow),
+        pytest.param("pth of 2", torch.float32, {}, 1.2, marks=slow),
+        pytest.param("gguf", torch.float32, {}, 1.2, marks=slow),
+        pytest.param("gguf", torch.float32, {"quantize": "stored"}, 1.4, marks=slow),
+        pytest.param("gguf", torch.float32, {"quantize": "stored", "repack": False}, 0.2, marks=slow),
     ],
 )
 def test_resident_memory_grows_by_little_more_than_the_model(
-    form: str, dtype: str, how: dict[str, Any], most: float, tmp_path: Path
+    form: str, dtype: torch.dtype, how: dict[str, Any], most: float, tmp_path: Path
 ) -> None:
-    small, large = (str(write(form, tmp_path, name)) for name in SIZES)
-    command = [sys.executable, "-c", MEASURE, json.dumps([small, large, dtype, how])]
-    root = Path(__file__).parents[2]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout
-    growth, model = map(int, printed.split())
+    small, large = (write(form, tmp_path, name) for name in SIZES)
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    with warnings.catch_warnings(action="ignore"):  # of a fork beside threads, which do not matter here
+        process = context.Process(target=grown, args=(send, small, large, dtype, how))
+        process.start()
+    send.close()
+    growth, model = receive.recv()
+    process.join()
     assert model > 20 << 20
     assert growth < most * model  # 2.0 with every page of the file

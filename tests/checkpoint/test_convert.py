@@ -25,6 +25,7 @@ from commands import Command
 from gguf import GGMLQuantizationType as Kind
 from gguf import LlamaFileType
 from gguf.quants import dequantize, quantize
+from tables import table
 from torch import Tensor
 
 from llama import load
@@ -101,7 +102,7 @@ def test_scaled_positions_and_a_tied_head_arrive(tied: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
-def test_what_a_file_holds_in_the_wanted_type_keeps_its_bytes(kind: Any, tmp_path: Path) -> None:
+def test_tensors_of_the_wanted_type_are_copied_to_the_bit(kind: Any, tmp_path: Path) -> None:
     config = config_of(**SIZES)
     weights = meta_weights(random_model(config))
     source = write_gguf(tmp_path / "source.gguf", weights, config, kind=kind, whole=["layers.1.attention.wq.weight"])
@@ -122,7 +123,7 @@ def test_what_a_file_holds_in_the_wanted_type_keeps_its_bytes(kind: Any, tmp_pat
     assert words == copies
 
 
-def test_a_matrix_whose_rows_are_no_whole_blocks_is_f16_and_said_so(
+def test_a_matrix_whose_rows_are_not_whole_blocks_is_f16_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, weights = checkpoint_of("huggingface", tmp_path, intermediate_size=72)
@@ -147,7 +148,7 @@ def test_no_tensor_is_in_memory_as_a_whole() -> None:
         assert max(map(max, sizes)) <= 4 * BLOCK_NUMBERS < max(map(sum, sizes))
 
 
-def test_an_interruption_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+def test_an_interruption_leaves_the_old_file_alone(tmp_path: Path) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "model.gguf"
@@ -164,22 +165,22 @@ def test_an_interruption_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     load(out, device="cpu")
 
 
-@pytest.mark.parametrize(("number", "type"), [(float("nan"), "q8_0"), (float("-inf"), "f16"), (70000.0, "q8_0")])
-def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
-    number: float, type: str, tmp_path: Path
-) -> None:
+@table("number, type", [(float("nan"), "q8_0"), (float("-inf"), "f16"), (70000.0, "q8_0")])
+def test_numbers_outside_a_type_are_refused_with_their_tensor(number: float, type: str, tmp_path: Path) -> None:
     config = config_of(**SIZES)
     weights = meta_weights(random_model(config))
     weights["layers.1.feed_forward.w3.weight"][40, 3] = number
-    source = write_gguf(tmp_path / "source.gguf", weights, config)
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    source = write_gguf(folder / "source.gguf", weights, config)
     with pytest.raises(ValueError, match=rf"^blk.1.ffn_up.weight contains (nan|inf|70000), and {type.upper()}"):
-        convert(source, tmp_path / "out.gguf", type=type)
-    assert sorted(tmp_path.iterdir()) == [source]
-    convert(source, tmp_path / "out.gguf", type="bf16")
+        convert(source, folder / "out.gguf", type=type)
+    assert sorted(folder.iterdir()) == [source]
+    convert(source, folder / "out.gguf", type="bf16")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+@table(
+    "words, said",
     [
         ([], "0 paths are given; the command takes two: IN OUT.gguf"),
         (["{in}", "{out}"], "--type is missing; choose one of f32, f16, q4_0, q4_1, q8_0, bf16"),
@@ -190,7 +191,7 @@ def test_numbers_that_a_type_cannot_hold_are_refused_with_their_tensor(
         (["nowhere", "{out}", "--type", "f32"], "nowhere: there is no such file or directory"),
     ],
 )
-def test_what_cannot_be_converted_is_refused_in_one_line(
+def test_wrong_arguments_of_convert_are_refused_in_one_line(
     words: list[str], said: str, tmp_path: Path, command: Command
 ) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
@@ -201,13 +202,13 @@ def test_what_cannot_be_converted_is_refused_in_one_line(
     assert sorted(tmp_path.iterdir()) == sorted([source, there])
 
 
-def test_the_command_says_what_the_file_has_become(tmp_path: Path, command: Command) -> None:
+def test_the_command_prints_the_types_of_the_new_file(tmp_path: Path, command: Command) -> None:
     source, _ = checkpoint_of("gguf", tmp_path)
     printed = command.printed(main, source, tmp_path / "out.gguf", "--type", "q4_0")
     assert "0.1 MB, 5 tensors F32, 14 tensors Q4_0, 2 tensors Q8_0" in printed
 
 
-def test_llama_cpp_reads_the_text_as_we_do_and_goes_on_as_our_plain_path_does(tmp_path: Path) -> None:
+def test_llama_cpp_encodes_and_continues_a_text_as_the_plain_path_does(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     source, _ = checkpoint_of("meta", tmp_path)
     out = tmp_path / "out.gguf"
@@ -268,7 +269,7 @@ def test_no_file_is_left_that_would_not_load(form: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_tokenizer_that_stands_elsewhere_is_written_into_the_file(tmp_path: Path) -> None:
+def test_a_tokenizer_given_by_path_is_written_into_the_file(tmp_path: Path) -> None:
     config = config_of(**SIZES)
     weights = meta_weights(random_model(config))
     elsewhere = write_meta(tmp_path / "meta", weights, meta_params(config)) / "tokenizer.model"

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from llama.checkpoint import demo
 from llama.checkpoint.demo import DemoUnavailable, Wheel, fetch
 from llama.host.files import cache_dir
 
@@ -77,20 +76,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_demo_model_is_the_whole_gguf() -> None:
-    path = demo.demo_model_path()
-    with path.open("rb") as file:
-        assert file.read(4) == b"GGUF"
-        file.seek(0)
-        assert hashlib.file_digest(file, "sha256").hexdigest() == demo.SMOLLM2.member_sha256
-    assert "Apache License" in (path.parent / "LICENSE").read_text()
-
-
-def test_meta_tokenizer_has_128000_ranked_pieces() -> None:
-    path = demo.meta_tokenizer_path()
-    assert (path.name, len(path.read_bytes().splitlines())) == ("tokenizer.model", 128_000)
-
-
 # ---- by pip ----------------------------------------------------------------------------------------------------------
 
 
@@ -108,7 +93,8 @@ def test_only_the_file_and_its_license_are_kept_and_the_second_call_needs_no_pip
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_terminal_sees_pip_at_work_and_standard_output_does_not(
+@pytest.mark.slow
+def test_pips_progress_is_shown_on_a_terminal_and_not_on_standard_output(
     wheel: Wheel, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal, its_other_end = pty.openpty()
@@ -122,6 +108,7 @@ def test_a_terminal_sees_pip_at_work_and_standard_output_does_not(
     assert "Successfully downloaded tiny-demo" in shown
 
 
+@pytest.mark.slow
 def test_without_network_the_error_names_the_connection_and_what_to_do(
     wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +127,7 @@ def test_without_network_the_error_names_the_connection_and_what_to_do(
     assert names(cache) == []
 
 
+@pytest.mark.slow
 def test_pip_refuses_a_download_of_another_hash(wheel: Wheel, cache: Path) -> None:
     with pytest.raises(DemoUnavailable, match="DO NOT MATCH THE HASHES") as caught:
         fetch(replace(wheel, sha256="0" * 64))
@@ -147,6 +135,7 @@ def test_pip_refuses_a_download_of_another_hash(wheel: Wheel, cache: Path) -> No
     assert names(cache) == []
 
 
+@pytest.mark.slow
 def test_without_pip_the_error_says_how_to_add_it_and_a_placed_wheel_needs_none(
     wheel: Wheel, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +155,7 @@ def test_without_pip_the_error_says_how_to_add_it_and_a_placed_wheel_needs_none(
 # ---- damaged files ---------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_another_size_is_replaced_and_that_is_said(
+def test_a_file_of_another_size_is_replaced_with_a_notice(
     wheel: Wheel, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     place(wheel, tmp_path, cache)
@@ -198,6 +187,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(
         fetch(wheel)
 
 
+@pytest.mark.slow
 def test_an_interrupted_unpacking_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     wheel = make_wheel(tmp_path / "index", content=bytes(40_000_000))  # a small wheel, a long unpacking
     place(wheel, tmp_path, cache)
@@ -240,7 +230,7 @@ def test_the_cache_is_where_the_user_or_xdg_says(monkeypatch: pytest.MonkeyPatch
     assert cache_dir() == Path.home() / ".cache" / "llama-kv"
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_error_names_the_variable(wheel: Wheel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_CACHE_DIR", "~no-such-user/cache")
     with pytest.raises(RuntimeError, match=r"home directory. Set LLAMA_CACHE_DIR"):
         cache_dir()

@@ -17,6 +17,7 @@ from checkpoints import config_of as llama_config
 from checkpoints import random_model as random_llama
 from families import FAMILIES, config_of, random_model
 from gguf import GGMLQuantizationType as Kind
+from tables import table
 
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.doctor import facts, memory
@@ -73,14 +74,14 @@ def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
     assert {cache for dtype, _, _, cache in found if dtype == "fp32"} == {2 * 2 * 2 * 8 * 2048 * 4}
 
 
-def test_a_window_is_a_remark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(str(write_huggingface(tmp_path, random_model(config_of("mistral", sliding_window=48))))) == 0
     printed = capsys.readouterr().out
     assert "note: " in printed
     assert "it loads with --max_seq_len 48" in printed
 
 
-def test_what_is_no_checkpoint_is_refused_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_is_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(str(tmp_path / "nothing")) == 1
     assert "there is no such file or directory" in capsys.readouterr().out
     with pytest.raises(ValueError, match="takes one"):
@@ -104,10 +105,8 @@ def test_a_manifest_is_checked_file_by_file(tmp_path: Path, capsys: pytest.Captu
     assert "absent.txt: is missing" in printed
 
 
-@pytest.mark.parametrize(
-    "line", ["", "no digest", f"{'0' * 64}  ../secret", f"{'0' * 64}  /etc/passwd", f"{'0' * 63}  a"]
-)
-def test_a_manifest_that_is_none_is_refused_before_a_file_is_read(line: str, tmp_path: Path) -> None:
+@table("line", ["", "no digest", f"{'0' * 64}  ../secret", f"{'0' * 64}  /etc/passwd", f"{'0' * 63}  a"])
+def test_a_malformed_manifest_is_refused_before_a_file_is_read(line: str, tmp_path: Path) -> None:
     (tmp_path / "SHA256SUMS").write_text(line + "\n")
     with pytest.raises(ValueError, match="line 1: expected a SHA-256 and the plain name"):
         list(check_manifest(tmp_path / "SHA256SUMS", tmp_path))

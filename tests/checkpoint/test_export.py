@@ -102,7 +102,7 @@ def test_a_rule_that_gguf_cannot_name_arrives_as_its_divisors(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "gguf"])
-def test_what_no_format_has_is_refused_by_name_and_nothing_is_written(tmp_path: Path, kind: str) -> None:
+def test_a_model_that_no_format_can_express_is_refused_before_writing(tmp_path: Path, kind: str) -> None:
     two = Ranks()
     two.size = 2
     with cut_for(two):

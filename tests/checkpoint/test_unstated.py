@@ -19,8 +19,7 @@ from checkpoints import (
     write_meta_tokenizer,
 )
 from families import FAMILIES
-from safetensors.torch import save_file
-from transformers import AutoConfig
+from tables import table
 from vocabularies import pieces
 
 from llama import load
@@ -101,7 +100,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 # ---- Meta's format ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@table("name", RELEASED)
 def test_a_released_params_json_means_what_its_paper_and_code_say(name: str, tokenizers: dict[bool, Path]) -> None:
     kind, params, expected = RELEASED[name]
     tokenizer = Tokenizer(tokenizers[kind])
@@ -169,7 +168,7 @@ def test_a_length_that_nothing_decides_is_refused_with_the_flag_and_the_key_that
             meta_args(Path("p"), OLD | _SEVEN | {"rope_theta": base}, Tokenizer(tokenizers[kind]))
 
 
-@pytest.mark.parametrize("name", ["dim", "n_layers", "n_heads"])
+@table("name", ["dim", "n_layers", "n_heads"])
 def test_a_size_whose_default_differs_in_metas_code_must_be_stated(name: str, tokenizers: dict[bool, Path]) -> None:
     params = {key: value for key, value in (OLD | _SEVEN).items() if key != name}
     with pytest.raises(CheckpointError, match=f"lacks {name}$"):
@@ -183,6 +182,8 @@ LEAST = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vo
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_missing_keys_of_a_config_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
     heads = 4 if family == "llama" else 32  # the other families have a default number of KV heads
     least = LEAST | {"num_attention_heads": heads, "model_type": family}
     theirs = AutoConfig.for_model(family, **LEAST, num_attention_heads=heads)
@@ -198,25 +199,6 @@ def test_missing_keys_of_a_config_have_the_defaults_of_transformers(family: str,
     assert args.rope_scaling is None
     assert checkpoint.window == getattr(theirs, "sliding_window", None)
     assert {"rms_norm_eps=1e-06 (transformers)", "rope_theta=10000.0 (transformers)"} <= set(checkpoint.assumed)
-
-
-@pytest.mark.parametrize(
-    ("rope", "said"),
-    [
-        ({"rope_scaling": {"factor": 2.0}}, "factor=2.0 and no rope_type; add its type"),
-        ({"rope_parameters": {"factor": 2.0, "rope_theta": 1e4}}, "factor=2.0 and no rope_type; add its type"),
-        (
-            {"rope_scaling": {"factor": 2.0, "rope_type": "linear", "type": "yarn"}},
-            "rope_type='linear' and type='yarn'; remove one",
-        ),
-    ],
-)
-def test_a_scaling_without_one_type_is_refused(rope: dict[str, Any], said: str, tmp_path: Path) -> None:
-    least = LEAST | {"num_attention_heads": 4, "model_type": "llama"} | rope
-    (tmp_path / "config.json").write_text(json.dumps(least))
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=said):
-        open_checkpoint(tmp_path)
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
@@ -252,10 +234,7 @@ def test_missing_keys_of_a_gguf_file_have_the_defaults_of_llama_cpp(tmp_path: Pa
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("kv_cache", "{evil}:mine"), ("kv_cache", "int8"), ("kv_caching", False), ("max_batch_size", 1)],
-)
+@table("name, value", [("kv_cache", "{evil}:mine"), ("kv_cache", "int8"), ("kv_caching", False), ("max_batch_size", 1)])
 def test_no_format_may_state_how_a_model_is_used_nor_name_code(
     name: str, value: Any, tmp_path: Path, tokenizers: dict[bool, Path]
 ) -> None:

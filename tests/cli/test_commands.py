@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fire import docstrings
+from tables import table
 
 import llama
 from llama import __main__ as commands
@@ -37,10 +38,7 @@ def test_the_overview_needs_no_slow_import() -> None:
     assert (done.stdout, done.stderr) == (f"{commands.HELP}set()\n", "")
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [("benhc", "did you mean bench?"), ("--kv_caching", "llama-kv --help lists them")],
-)
+@table("word, hint", [("benhc", "did you mean bench?"), ("--kv_caching", "llama-kv --help lists them")])
 def test_an_unknown_command_is_one_line(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert commands.overview(word) == 2
     out, err = capsys.readouterr()
@@ -74,8 +72,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr().out == f"llama-kv {llama.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "begins", "flag"),
+@table(
+    "command, begins, flag",
     [
         (inference, "Complete prompts with a Llama model; ", "--chat=CHAT Type: bool Default: False"),
         (hold_chat, "Hold a conversation with a Llama model, ", "--chat=CHAT Type: bool Default: True"),
@@ -95,8 +93,8 @@ def test_the_help_of_kv_cache_names_every_kind() -> None:
     assert ours <= set(re.split(r"[ ,.]+", said))
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"),
+@table(
+    "program, expected",
     [
         ("/usr/bin/llama-kv", "llama-kv bench --text 'a b'"),
         ("C:/llama-kv.exe", "llama-kv bench --text 'a b'"),
@@ -125,7 +123,7 @@ def test_every_command_has_a_help() -> None:
     assert own <= MAINS.keys()
 
 
-@pytest.mark.parametrize("file", MAINS)
+@table("file", MAINS)
 def test_help_describes_every_flag_in_whole_sentences(file: str) -> None:
     given, told = MAINS[file].args, docstrings.parse(ast.get_docstring(MAINS[file]) or "")  # as fire reads it
     names = [arg.arg for arg in (*given.args, *([given.vararg] if given.vararg else []), *given.kwonlyargs)]

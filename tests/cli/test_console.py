@@ -69,7 +69,7 @@ def shell(line: str, **changes: str) -> tuple[int, str, str]:
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_reader_that_ends_early_ends_a_command_in_silence(command: str, unbuffered: str) -> None:
     for lines, reader in ((1, "true"), (100_000, "head -n 1")):
         code, _, err = shell(f"{command} --lines {lines} | {reader}", PYTHONUNBUFFERED=unbuffered)
@@ -79,7 +79,7 @@ def test_a_reader_that_ends_early_ends_a_command_in_silence(command: str, unbuff
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_full_disk_behind_standard_output_is_one_line(command: str, unbuffered: str) -> None:
     for lines in (1, 100_000):
         code, _, err = shell(f"{command} --lines {lines} > /dev/full", PYTHONUNBUFFERED=unbuffered)
@@ -193,7 +193,7 @@ def test_a_terminal_that_is_closed_leaves_no_folder_behind(tmp_path: Path) -> No
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
-def test_a_hangup_that_is_ignored_stays_so(command: str) -> None:
+def test_an_ignored_hangup_stays_ignored(command: str) -> None:
     with running(f"nohup {command} --wait") as process:
         process.send_signal(signal.SIGHUP)
         assert process.stdout is not None
@@ -214,10 +214,9 @@ SLOW = "import time\nprint('waiting', flush=True)\ntime.sleep(60)\n"
     "words",
     [
         [str(SCRIPT), "x"],
-        [str(ROOT / "benchmark_inference.py")],
-        ["-m", "llama", "bench"],
-        ["-m", "llama.verify"],
-        [str(ROOT / "scripts" / "compare_outputs.py")],
+        pytest.param(["-m", "llama", "bench"], marks=pytest.mark.slow),
+        pytest.param(["-m", "llama.verify"], marks=pytest.mark.slow),
+        pytest.param([str(ROOT / "scripts" / "compare_outputs.py")], marks=pytest.mark.slow),
     ],
     ids=lambda words: Path(words[-1]).name,
 )
@@ -237,19 +236,6 @@ def test_every_script_that_imports_torch_handles_ctrl_c_before() -> None:
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "9" * 5000), ("LLAMA_CACHE_DIR", "~no-such-user/x")])
-def test_a_wrong_environment_is_one_line(name: str, value: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(SCRIPT), "x", "--device", "cpu"]  # of the demo, which is not in such a cache
-    done = subprocess.run(
-        words, env=environment(**{name: value}), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert name in done.stderr
-    assert len(done.stderr) <= console.LONGEST_LINE + 1
 
 
 @pytest.mark.parametrize(
@@ -342,7 +328,9 @@ def test_control_characters_are_visible_on_a_terminal_and_in_messages(tmp_path: 
 def test_only_the_console_prints() -> None:
     # `files` prints results that it cannot write to a file.
     for file in {*(ROOT / "llama").rglob("*.py")} - {ROOT / "llama/host/console.py", ROOT / "llama/host/files.py"}:
-        calls = [each.func for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.Call)]
+        text = file.read_text()
+        parsed = ast.walk(ast.parse(text)) if "print(" in text else ()
+        calls = [each.func for each in parsed if isinstance(each, ast.Call)]
         assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"], file
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from tables import table
 
 from llama.api import load
 from llama.generation import Generation
@@ -42,8 +43,8 @@ def test_help_lists_every_option_with_its_default(function: Callable[..., Any], 
     assert list(listed(function)) == [f"{name} ({DEFAULTS.get(name)})" for name in taken]
 
 
-@pytest.mark.parametrize("function", [*TAKE_ALL, Session.generate, Session.stream, Chat.say])
-def test_help_keeps_what_the_function_says_itself(function: Callable[..., Any]) -> None:
+@table("function", [*TAKE_ALL, Session.generate, Session.stream, Chat.say])
+def test_help_begins_with_the_function_s_own_docstring(function: Callable[..., Any]) -> None:
     first, blank = (inspect.getdoc(function) or "").splitlines()[:2]
     assert first.endswith(".")
     assert blank == ""

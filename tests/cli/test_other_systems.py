@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Like Windows, as far as another system can be; the libraries come first, for they know it themselves.
 WITHOUT = """
 import os, pkgutil, signal, sys
@@ -34,6 +36,7 @@ def printed(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_and_the_rest_works_without_what_only_posix_has() -> None:
     code = """
 from pathlib import Path

@@ -20,12 +20,15 @@ from commands import Command
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tables import table
 from tiny import failing, tiny_model, watched
 from torch import Tensor
 from vocabularies import plain
 
 from llama import Chat, Tokenizer, Transformer
 from llama.cli.inference import main
+from llama.cli.terminal import TerminalChat, terminal_lines
+from llama.host import console
 from llama.tokenizer.chat import ChatFormat, Dialog
 from llama.tokenizer.conversation import MIN_ANSWER
 
@@ -38,11 +41,6 @@ ANSWERS = ["Hello.", "Twelve, I think", "No"]
 def small_model(tokenizer: Tokenizer, *, max_seq_len: int = 256) -> Transformer:
     model = tiny_model(vocab_size=tokenizer.n_words, max_seq_len=max_seq_len, dtype=torch.float32)
     return model.eval().requires_grad_(False)
-
-
-@pytest.fixture
-def model(demo: Tokenizer) -> Transformer:
-    return small_model(demo)
 
 
 Talk = Callable[..., tuple[int, str, str]]
@@ -82,8 +80,9 @@ def said(*texts: str) -> Dialog:
 # ---- ids and messages ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("system", [None, "Be brief."])
-@pytest.mark.parametrize("name", ["demo", "meta"])
+@pytest.mark.parametrize(
+    ("name", "system"), [("spelling", None), ("demo", "Be brief."), pytest.param("meta", None, marks=pytest.mark.slow)]
+)
 def test_the_ids_are_those_of_the_dialog(name: str, system: str | None, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(name)
     model = small_model(tokenizer)
@@ -100,16 +99,17 @@ def test_the_ids_are_those_of_the_dialog(name: str, system: str | None, request:
             assert chat.messages == dialog
 
 
-def test_the_template_s_own_system_message_is_fed_and_not_listed(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
+def test_the_template_s_own_system_message_is_fed_and_not_listed(demo: Tokenizer) -> None:
+    chat = Chat(small_model(demo), demo)
     "".join(chat.say("Hi", 2))
     assert "You are a helpful AI assistant named SmolLM" in demo.decode(chat.session.tokens)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
-def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
-    with watched(model) as watch, saying(model, *scripted(demo, "Yes", "No")):
+def test_only_new_tokens_are_fed(spelling: Tokenizer) -> None:
+    model = small_model(spelling)
+    chat = Chat(model, spelling)
+    with watched(model) as watch, saying(model, *scripted(spelling, "Y", "N")):
         "".join(chat.say("Hi", **GREEDY))
         first = len(chat.session.tokens)
         "".join(chat.say("Ho", **GREEDY))
@@ -120,9 +120,8 @@ def test_only_new_tokens_are_fed(model: Transformer, demo: Tokenizer) -> None:
     assert chat.session.fed == sum(watch.widths)
 
 
-def test_the_last_answer_has_its_times_and_counts(
-    model: Transformer, demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_answer_has_its_times_and_counts(spelling: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(spelling)
     now = [0.0]  # a forward takes two seconds, and the caller a hundred
 
     def pass_by(seconds: float) -> None:
@@ -130,7 +129,7 @@ def test_the_last_answer_has_its_times_and_counts(
 
     monkeypatch.setattr("llama.tokenizer.conversation.time", SimpleNamespace(perf_counter=lambda: now[0]))
     hook = model.register_forward_pre_hook(lambda *_: pass_by(2))
-    chat, begun = Chat(model, demo), []
+    chat, begun = Chat(model, spelling), []
     try:
         assert chat.last is None
         pieces = chat.say("Hi", 5, seed=0)
@@ -155,17 +154,18 @@ class Gone(Exception):
     pass
 
 
-def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
+def test_a_message_without_any_answer_is_not_stored(spelling: Tokenizer) -> None:
+    model = small_model(spelling)
+    chat = Chat(model, spelling)
     "".join(chat.say("Hi", 3, seed=1))
     before = list(chat.session.tokens)
     with failing(model, 0, Gone), suppress(Gone):
         "".join(chat.say("Ho"))
     assert chat.session.tokens == before
     chat.say("an iterator that is never advanced")
-    assert chat.messages == said("Hi", demo.decode(before[-3:]))
+    assert chat.messages == said("Hi", spelling.decode(before[-3:]))
     "".join(chat.say("Ho", 3, seed=1))
-    again = Chat(model, demo)
+    again = Chat(model, spelling)
     for question in ("Hi", "Ho"):
         "".join(again.say(question, 3, seed=1))
     assert chat.session.tokens == again.session.tokens
@@ -174,16 +174,16 @@ def test_a_message_without_any_answer_is_not_stored(model: Transformer, demo: To
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "  \n", None, b"Hi"])
-def test_an_empty_message_is_refused(text: Any, model: Transformer, demo: Tokenizer) -> None:
-    chat = Chat(model, demo)
+@table("text", ["", "  \n", None, b"Hi"])
+def test_an_empty_message_is_refused(text: Any, spelling: Tokenizer) -> None:
+    chat = Chat(small_model(spelling), spelling)
     with pytest.raises(ValueError, match="a message must be a text that is not empty"):
         chat.say(text)
     assert chat.messages == []
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+@table(
+    "options, words",
     [
         ({"temperature": -1}, "temperature"),
         ({"max_gen_len": 0}, "max_gen_len=0"),
@@ -193,17 +193,19 @@ def test_an_empty_message_is_refused(text: Any, model: Transformer, demo: Tokeni
     ],
 )
 def test_bad_options_are_refused_before_anything_is_fed(
-    options: dict[str, Any], words: str, model: Transformer, demo: Tokenizer
+    options: dict[str, Any], words: str, spelling: Tokenizer
 ) -> None:
-    chat = Chat(model, demo)
+    chat = Chat(small_model(spelling), spelling)
     with pytest.raises(ValueError, match=words):
         chat.say("Hi", **options)
     assert (chat.messages, chat.session.fed) == ([], 0)
 
 
-def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenizer) -> None:
-    chat = Chat(small_model(demo, max_seq_len=90), demo)
-    assert "".join(chat.say("Hi", seed=1))
+def test_a_message_that_does_not_fit_is_refused_before_it_is_stored(spelling: Tokenizer) -> None:
+    model = small_model(spelling, max_seq_len=90)
+    chat = Chat(model, spelling)
+    with saying(model, plain(spelling, "a") * 90):
+        assert "".join(chat.say("Hi", **GREEDY))
     assert chat.last is not None
     assert chat.last.made == 90 - chat.last.context  # cut to what fits
     assert chat.left == 0
@@ -219,11 +221,11 @@ def test_a_message_that_does_not_fit_is_refused_before_it_is_said(demo: Tokenize
     assert "".join(chat.say("H", MIN_ANSWER))
 
 
-def test_a_window_has_no_limit_and_undo_works(demo: Tokenizer) -> None:
-    chat = Chat(small_model(demo, max_seq_len=64), demo, kv_cache="window:40+4")
+def test_a_window_has_no_limit_and_undo_works(spelling: Tokenizer) -> None:
+    chat = Chat(small_model(spelling, max_seq_len=64), spelling, kv_cache="window:40+4")
     assert chat.left is None
     for _ in range(4):
-        "".join(chat.say("Hi", 30))
+        "".join(chat.say("Hi", 30, **GREEDY))
     assert len(chat.session.tokens) > 128
     chat.undo()
     "".join(chat.say("Ho", 3))
@@ -377,10 +379,16 @@ class Turns(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "leaves out", *(pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES)]
+    "name",
+    [
+        "leaves out",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ["demo", *TEMPLATES] if name != "leaves out"),
+    ],
 )
-def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(name: str, spelling: Tokenizer, demo: Tokenizer) -> None:
-    tokenizer = demo if name == "demo" else with_template(spelling, TEMPLATES[name])
+def test_any_turns_by_any_template_leave_the_ids_of_the_dialog(
+    name: str, spelling: Tokenizer, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = request.getfixturevalue("demo") if name == "demo" else with_template(spelling, TEMPLATES[name])
     machine = type("Machine", (Turns,), {"tokenizer": tokenizer})
     machine.model = small_model(tokenizer, max_seq_len=2048)
     run_state_machine_as_test(
@@ -444,25 +452,25 @@ def test_commands_do_what_they_say_and_wrong_ones_are_one_line(talk: Talk) -> No
 
 
 def test_a_full_context_is_announced_with_the_remedy_and_the_conversation_continues(talk: Talk) -> None:
-    code, out, err = talk("hello\nhello hello\n/undo\nhello\n", "--max_seq_len=100")
+    code, out, err = talk("hello\nhello hello\n/undo\nhello\n", "--max_seq_len=50")
     assert code == 0
-    assert out.count(", 0 of 100 tokens left\n") == 2
+    assert out.count(", 0 of 50 tokens left\n") == 2
     assert out.count("tokens/s, cut after") == 2
-    assert err.startswith("error: the conversation has 100 tokens, and with ")
+    assert err.startswith("error: the conversation has 50 tokens, and with ")
     assert err.count("\n") == 1
-    code, out, err = talk("hello\nhello\nhello\n", "--max_seq_len=100", "--kv_cache=window:50+4", "--max_gen_len=60")
+    code, out, err = talk("hello\nhello\n", "--max_seq_len=50", "--kv_cache=window:40+4", "--max_gen_len=20")
     assert (code, err, "left" in out) == (0, "", False)
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "expected"),
+@table(
+    "words, ranks, expected",
     [
         (["--trace"], "1", "--chat without prompts and --trace"),
         (["--max_gen_len=0"], "1", "max_gen_len=0"),
         ([], "2", "--chat without prompts needs one process"),
     ],
 )
-def test_what_excludes_a_conversation_is_refused_before_a_model_is_loaded(
+def test_flags_that_exclude_a_conversation_are_refused_before_a_model_is_loaded(
     words: list[str], ranks: str, expected: str, talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -535,7 +543,39 @@ def terminal(checkpoint: Path) -> Iterator[Conversation]:
     os.close(conversation.fd)
 
 
-def test_ctrl_c_ends_the_answer_and_quit_the_conversation(terminal: Conversation) -> None:
+def test_ctrl_c_ends_an_answer_after_its_step_and_a_second_one_at_once(
+    spelling: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    model = small_model(spelling)
+    talk = TerminalChat(model, spelling, seed=1, max_gen_len=9)
+    talk.interactive = True
+
+    def press(times: int) -> None:
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+
+    for times in (1, 2):
+        hook = model.register_forward_hook(lambda *_, n=times: press(n))
+        with suppress(KeyboardInterrupt):
+            talk.answer("Hi")
+        hook.remove()
+        assert ("ended by Ctrl-C" in capsys.readouterr().out) == (times == 1)
+        assert len(talk.chat.messages) == 2  # the second message has no answer, so it is removed
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def test_at_the_prompt_ctrl_c_is_a_hint_and_other_signals_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, notes = [signal.SIGINT, signal.SIGTERM], list[str]()
+    monkeypatch.setattr("builtins.input", lambda _: console.stop(numbers.pop(0), None))
+    with pytest.raises(console.Stopped):
+        next(terminal_lines(notes.append))
+    assert (notes, numbers) == (["/quit or Ctrl-D ends the conversation"], [])
+
+
+@pytest.mark.slow
+def test_on_a_terminal_ctrl_c_ends_the_answer_and_sigterm_the_conversation(terminal: Conversation) -> None:
     assert "Ctrl-C ends an answer" in terminal.read("\r\n> ")
     terminal.ask("hello")
     terminal.type("\x03")
@@ -550,18 +590,7 @@ def test_ctrl_c_ends_the_answer_and_quit_the_conversation(terminal: Conversation
     terminal.read("ended by Ctrl-C\033[0m\r\n\r\n> ")
     terminal.type("/stats\r")
     assert "4 messages" in terminal.read("MB\033[0m\r\n> ")
-    terminal.type("/quit\r")
-    assert terminal.wait() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answering", [True, False])
-def test_sigterm_ends_a_conversation_on_a_terminal(answering: bool, terminal: Conversation) -> None:
-    terminal.read("\r\n> ")
-    if answering:
-        terminal.ask("hello")
-    else:
-        time.sleep(0.3)  # Python looks for signals once it waits for a line
+    terminal.ask("hello")
     os.kill(terminal.pid, signal.SIGTERM)
     assert terminal.read("terminated\r\n")
     assert terminal.wait() == 143

@@ -33,7 +33,7 @@ from hypothesis import seed as seeded
 
 INSTRUMENTED = ["llama.checkpoint", "llama.tokenizer", "llama.untrusted"]
 CORPUS = ROOT / "build" / "fuzz"
-_BATCH = 200  # examples of a strategy, between as many mutations
+_BATCH = 50  # examples of a strategy, between as many mutations
 
 Run = Callable[[bytes], object]
 Mutator = Callable[[bytes, int], bytes]

@@ -7,7 +7,7 @@ import io
 import json
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,14 @@ def seeds(name: str) -> list[bytes]:
         tensor,
     )
 
-    small = 1 << 14
+    def short(files: Mapping[str, tuple[str, Any]]) -> list[bytes]:
+        return [content for _, content in files.values() if isinstance(content, bytes) and len(content) < 1 << 14]
+
     if name == "gguf":
         right = header(number(b"k", 7), tensors=(tensor(),)) + bytes(256)
-        return [right, *(data for _, data in GGUF_FILES.values() if len(data) < small)]
+        return [right, *short(GGUF_FILES)]
     if name == "safetensors":
         right = safetensors({"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12))
-        return [right, *(data for _, data in SAFETENSORS.values() if len(data) < small)]
+        return [right, *short(SAFETENSORS)]
     right = _as_json(_VALID_CONFIG if name == "config" else {"weight_map": {"a": "a.safetensors"}})
-    return [right, *(data for _, data in BROKEN_JSON.values() if len(data) < small)]
+    return [right, *short(BROKEN_JSON)]

@@ -7,9 +7,11 @@ is built row by row from its definition: RoPE pairs are neighbours.
 import base64
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -17,8 +19,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from references import HF_LAYER_NAMES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.convert_slow_tokenizer import TikTokenConverter
+
+if TYPE_CHECKING:  # importing transformers takes seconds
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 MERGES = [b"th", b"he", b"in", b"er", b"an", b" t", b" a", b"the"]
 N_RANKS = 256 + len(MERGES)
@@ -49,7 +52,7 @@ LLAMA3_SCALING = {
 }
 
 
-def config_of(**changes: Any) -> LlamaConfig:
+def config_of(**changes: Any) -> "LlamaConfig":
     """Return a tiny Llama of transformers; `scaled=True` gives it Llama 3.1's RoPE scaling, by `factor`."""
     scaled, factor = changes.pop("scaled", False), changes.pop("factor", 8.0)
     scaling = LLAMA3_SCALING | {"factor": factor} if scaled else {"rope_type": "default"}
@@ -60,11 +63,15 @@ def config_of(**changes: Any) -> LlamaConfig:
         "max_position_embeddings": 131072 if scaled else 8192,
         "rope_parameters": rope,
     }
+    from transformers import LlamaConfig
+
     return LlamaConfig(**(sizes | changes))
 
 
 def random_model(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Return a model of transformers in which no number is 0 or 1."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
@@ -80,7 +87,7 @@ def meta_rows(n_heads: int, head_dim: int) -> list[int]:
     return [head * head_dim + place for head in range(n_heads) for pair in range(half) for place in (pair, half + pair)]
 
 
-def meta_weights(model: LlamaForCausalLM) -> dict[str, Tensor]:
+def meta_weights(model: "LlamaForCausalLM") -> dict[str, Tensor]:
     """Return the model's weights in Meta's names and layout; a tied head only as the embedding."""
     theirs, config = model.state_dict(), model.config
     weights = {}
@@ -97,7 +104,7 @@ def meta_weights(model: LlamaForCausalLM) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in weights.items()}
 
 
-def meta_params(config: LlamaConfig) -> dict[str, Any]:
+def meta_params(config: "LlamaConfig") -> dict[str, Any]:
     """Return params.json for the config, whose FFN width Meta's rule must give by multiple_of alone."""
     params = {
         "dim": config.hidden_size,
@@ -130,13 +137,21 @@ def special_tokens() -> list[str]:
 
 
 def write_huggingface_tokenizer(directory: Path) -> None:
-    """Let transformers make a tokenizer.json from Meta's file."""
     directory.mkdir(parents=True, exist_ok=True)
-    source = directory / "source.model"
-    write_meta_tokenizer(source)
-    converter = TikTokenConverter(str(source), extra_special_tokens=special_tokens())
-    converter.converted().save(str(directory / "tokenizer.json"))
-    source.unlink()
+    (directory / "tokenizer.json").write_text(_tokenizer_json())
+
+
+@cache
+def _tokenizer_json() -> str:
+    """Let transformers make a tokenizer.json from Meta's file."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "source.model")
+        write_meta_tokenizer(source)
+        return str(
+            TikTokenConverter(str(source), extra_special_tokens=special_tokens()).converted().to_str(pretty=True)
+        )
 
 
 def write_huggingface(directory: Path, model: Any, *, max_shard_size: str = "5GB", tokenizer: bool = True) -> Path:
@@ -184,7 +199,7 @@ def gguf_name(name: str) -> str:
     return theirs
 
 
-def rope_divisors(config: LlamaConfig) -> np.ndarray:
+def rope_divisors(config: "LlamaConfig") -> np.ndarray:
     """Return what llama.cpp's converter writes for Llama 3.1's scaling, in plain floats."""
     rope, dim = config.rope_parameters, config.head_dim
     divisors = []
@@ -218,7 +233,7 @@ def random_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
     return raw.reshape(*shape[:-1], -1)
 
 
-def gguf_writer(path: Path, config: LlamaConfig, *, tokenizer: bool = True) -> gguf.GGUFWriter:
+def gguf_writer(path: Path, config: "LlamaConfig", *, tokenizer: bool = True) -> gguf.GGUFWriter:
     """Return a writer that has all metadata and no tensors yet; the architecture is the config's `model_type`."""
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_block_count(config.num_hidden_layers)
@@ -265,7 +280,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def write_gguf(
     path: Path,
     weights: Mapping[str, Tensor],
-    config: LlamaConfig,
+    config: "LlamaConfig",
     *,
     kind: Kind = Kind.F32,
     whole: Sequence[str] = (),

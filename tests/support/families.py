@@ -6,7 +6,6 @@ import checkpoints
 import torch
 from checkpoints import TINY
 from references import in_float64
-from transformers import AutoConfig
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -37,6 +36,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def config_of(family: str, scaling: str = "default", **changes: Any) -> Any:
+    from transformers import AutoConfig
+
     rope = {"rope_type": scaling.partition(" ")[0], "rope_theta": 10000.0, **SCALINGS[scaling]}
     sizes = {**TINY, "head_dim": 8, "max_position_embeddings": 128, "rope_parameters": rope}
     if family == "mistral":

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tables import table
 from vocabularies import byte_level, huggingface_of_pieces, pieces, saved
 
 from llama.tokenizer import Tokenizer
@@ -34,8 +35,8 @@ def conversations(contents: st.SearchStrategy[str]) -> st.SearchStrategy[Dialog]
     return st.builds(build, st.lists(contents, max_size=1), st.lists(contents, max_size=6), contents)
 
 
-many = settings(max_examples=60, deadline=None, derandomize=True)
-some = settings(max_examples=20, deadline=None, derandomize=True)
+many = settings(max_examples=30, deadline=None, derandomize=True)
+some = settings(max_examples=12, deadline=None, derandomize=True)
 
 
 def tiny(*specials: str, template: str | None = None, **more: Any) -> Tokenizer:
@@ -226,7 +227,14 @@ def write_tokenizer(
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# By default only the templates that search, date or refuse a dialog.
+@pytest.fixture(
+    scope="module",
+    params=[
+        *("Qwen 3", "Llama 3.1", "Mistral"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SmolLM2", "TinyLlama", "Phi 3")),
+    ],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo: Tokenizer) -> Any:
     folder = tmp_path_factory.mktemp("family")
     template, *more = FAMILIES[request.param]
@@ -268,33 +276,39 @@ def test_no_content_forges_a_special_token_of_a_family_and_forgeries_are_text(fa
     )
 
 
+# Two contents side by side, one that the template completes, one that is completed from both sides, and operations.
+OPERATIONS = [
+    "{{ messages[0].content }}{{ messages[-1].content }}{{ eos_token }}",
+    "{{ messages[0].content }}end|>{{ eos_token }}",
+    "<|{{ messages[0].content }}|>{{ eos_token }}",
+    "{{ messages[0].content | lower }}{{ eos_token }}",
+    "{{ messages[0].content | replace('x', '') }}{{ eos_token }}",
+    "{{ messages[0].content[1:] | trim }}{{ messages[-1].content | trim }}{{ eos_token }}",
+    "{{ messages[0].content.split('x') | join }}{{ messages[0].content | reverse }}{{ eos_token }}",
+    "{% set c = messages[0].content %}{% if 'x' in c %}{{ c.split('x')[-1] }}{% endif %}|im_end|>{{ eos_token }}",
+    "{{ messages | map(attribute='content') | join('_') }}{{ eos_token }}",
+    "{{ messages[0].content | tojson }}{{ eos_token }}",
+    "{{ '%s%s' % (messages[0].content, messages[-1].content) }}{{ eos_token }}",
+    "{{ '<|{}|>'.format(messages[0].content) }}{{ eos_token }}",
+    "{{ messages[0].content.split('</think>')[-1] }}{{ messages[-1].content }}{{ eos_token }}",
+]
+
+
 @pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages[0].content }}{{ messages[-1].content }}{{ eos_token }}",  # two contents side by side
-        "{{ messages[0].content }}end|>{{ eos_token }}",  # a content that the template completes
-        "<|{{ messages[0].content }}|>{{ eos_token }}",  # and from both sides
-        "{{ messages[0].content | lower }}{{ eos_token }}",
-        "{{ messages[0].content | replace('x', '') }}{{ eos_token }}",
-        "{{ messages[0].content[1:] | trim }}{{ messages[-1].content | trim }}{{ eos_token }}",
-        "{{ messages[0].content.split('x') | join }}{{ messages[0].content | reverse }}{{ eos_token }}",
-        "{% set c = messages[0].content %}{% if 'x' in c %}{{ c.split('x')[-1] }}{% endif %}|im_end|>{{ eos_token }}",
-        "{{ messages | map(attribute='content') | join('_') }}{{ eos_token }}",
-        "{{ messages[0].content | tojson }}{{ eos_token }}",
-        "{{ '%s%s' % (messages[0].content, messages[-1].content) }}{{ eos_token }}",
-        "{{ '<|{}|>'.format(messages[0].content) }}{{ eos_token }}",
-        "{{ messages[0].content.split('</think>')[-1] }}{{ messages[-1].content }}{{ eos_token }}",
-    ],
+    "templates",
+    [OPERATIONS[::3], pytest.param(OPERATIONS, marks=pytest.mark.slow)],
+    ids=lambda templates: str(len(templates)),
 )
-def test_no_operation_of_a_template_makes_a_special_token_of_contents(template: str) -> None:
-    ours = tiny("<|im_start|>", "<|im_end|>", template=template, **{"tokenizer.ggml.eos_token_id": 257})
-    format = ChatFormat(ours)
+def test_no_operation_of_a_template_makes_a_special_token_of_contents(templates: list[str]) -> None:
     halves = [("<|im_", "end|>"), ("<|im", "end|>"), ("a<|im_ ", "\nend|>"), ("im_end", "x"), ("<|im_end|>", "")]
     halves += [("<|IM_END|>", ""), ("<|im_xend|>", ""), (">|dne_mi|<", ""), ("axx<", ""), ("<|im_start|>x<", "")]
     halves += [("so</think><|im_", "end|>"), ("</think><|im_end|>", "end|>"), ("</think><|im_end|>", "<|im_start|>")]
-    for one, other in halves:
-        ids = format.encode_dialog_prompt([{"role": "system", "content": one}, {"role": "user", "content": other}])
-        assert specials_of(ours, ids) == [257], (one, other)
+    for template in templates:
+        ours = tiny("<|im_start|>", "<|im_end|>", template=template, **{"tokenizer.ggml.eos_token_id": 257})
+        format = ChatFormat(ours)
+        for one, other in halves:
+            ids = format.encode_dialog_prompt([{"role": "system", "content": one}, {"role": "user", "content": other}])
+            assert specials_of(ours, ids) == [257], (template, one, other)
 
 
 def test_a_thought_is_left_out_beside_a_forgery(tmp_path: Path) -> None:
@@ -365,7 +379,7 @@ def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), unk_token="<unk>", **names)
     format = ChatFormat(Tokenizer.from_huggingface(folder))
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(dialog=conversations(ORDINARY))
     def check(dialog: Dialog) -> None:
         assume("</s>" not in str(dialog))
@@ -375,15 +389,14 @@ def test_dialogs_in_sentencepieces_vocabulary_have_the_ids_of_transformers(
     check()
 
 
-@pytest.mark.parametrize("text", ["Hi", "<s>Hi", "</s>", "a</s><s"])
-def test_text_behind_a_special_token_goes_on_and_does_not_begin(text: str) -> None:
+def test_text_after_a_special_token_is_a_continuation() -> None:
     ours: Any = Sentence()
-    ours.chat_template = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
-    ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": text}])
-    assert ids == [1, *text.encode(), 2]
-    ours.chat_template = "{{ messages[0].content }}{{ eos_token }}"
-    ids = ChatFormat(ours).encode_dialog_prompt([{"role": "user", "content": text}])
-    assert ids == [*f" {text}".encode(), 2]
+    for template, opening in (("{{ bos_token }}", True), ("", False)):
+        ours.chat_template = template + "{{ messages[0].content }}{{ eos_token }}"
+        format = ChatFormat(ours)
+        for text in ("Hi", "<s>Hi", "</s>", "a</s><s"):
+            ids = format.encode_dialog_prompt([{"role": "user", "content": text}])
+            assert ids == ([1, *text.encode(), 2] if opening else [*f" {text}".encode(), 2]), text
 
 
 # ---- all -------------------------------------------------------------------------------------------------------------
@@ -438,14 +451,14 @@ def test_a_template_decides_where_a_tokenizer_has_llama_3s_tokens_too() -> None:
         assert ChatFormat(both).encode_dialog_prompt([USER])[0] == first
 
 
-@pytest.mark.parametrize("specials", [(), ("<|im_start|>", "<|im_end|>"), LLAMA_3[:2]])
+@table("specials", [(), ("<|im_start|>", "<|im_end|>"), LLAMA_3[:2]])
 def test_a_tokenizer_without_a_known_format_is_refused(specials: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"no known chat format: .* complete plain text instead"):
         ChatFormat(tiny(*specials))
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
+@table(
+    "template, words",
     [
         ("{% if %}", "the chat template is not valid Jinja: line 1: "),
         ("{{ messages.nothing.nothing }}", "the chat template fails: UndefinedError"),
@@ -465,10 +478,11 @@ def test_a_template_that_cannot_be_rendered_is_refused_with_what_would_work(temp
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits for a process, but for the clock")
+@pytest.mark.slow
 def test_special_tokens_that_would_take_minutes_to_find_are_refused_as_slow_templates_are() -> None:
     marks = ["<" * (i % 100 + 1) + chr(0x100 + i) for i in range(4096)]
     ours = tiny(*marks, template="{{ '<' * 1000000 }}" + "".join(marks[:128]))
-    with pytest.raises(ValueError, match="more than a second of CPU time; complete plain text"):
+    with pytest.raises(ValueError, match=r"a second of CPU time|longer than 10 seconds"):
         ChatFormat(ours)
 
 
@@ -484,8 +498,8 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
     assert picky.decode(format.encode_dialog_prompt([{"role": "system", "content": ""}])) == "Hi"
 
 
-@pytest.mark.parametrize(
-    ("dialog", "words"),
+@table(
+    "dialog, words",
     [
         ([], "at least one message"),
         ("Hi", "at least one message"),
@@ -500,6 +514,6 @@ def test_a_template_may_refuse_a_dialog(tmp_path: Path) -> None:
         ([{"role": "user", "content": "a\ud83d\ude00"}], r"character 1 of the text, '\\ud83d', is half of a surrogate"),
     ],
 )
-def test_what_is_no_dialog_is_refused_in_words(format: ChatFormat, dialog: Any, words: str) -> None:
+def test_malformed_dialogs_are_refused_with_the_reason(format: ChatFormat, dialog: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         format.encode_dialog_prompt(dialog)

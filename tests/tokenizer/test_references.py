@@ -51,18 +51,29 @@ def transformers_of(folder: Path) -> Any:
     return pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def assert_ids_equal_transformers(folder: Path) -> Tokenizer:
+def assert_ids_equal_transformers(folder: Path, among: list[str] | None = None) -> Tokenizer:
     ours, theirs = Tokenizer.from_huggingface(folder), transformers_of(folder)
-    assert_same(plain(ours), lambda t: theirs.encode(t, add_special_tokens=False, split_special_tokens=True))
-    assert_same(parsed(ours), lambda t: theirs.encode(t, add_special_tokens=False))
+    assert_same(plain(ours), lambda t: theirs.encode(t, add_special_tokens=False, split_special_tokens=True), among)
+    assert_same(parsed(ours), lambda t: theirs.encode(t, add_special_tokens=False), among)
     assert ours.adds_bos == (theirs.encode("a")[0] == theirs.bos_token_id)
     assert ours.n_words == len(theirs)
     return ours
 
 
-@pytest.fixture(scope="module", params=STYLES)
-def style(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(
+    scope="module",
+    params=[("llama3", 1500), *(pytest.param((style, 5000), marks=pytest.mark.slow) for style in STYLES)],
+    ids=str,
+)
+def drawn(request: pytest.FixtureRequest) -> tuple[str, list[str]]:
+    """Return a style of byte-level vocabularies, and texts."""
+    style, count = request.param
+    return style, texts(count)
+
+
+@pytest.fixture(scope="module")
+def style(drawn: tuple[str, list[str]]) -> str:
+    return drawn[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +87,12 @@ def source(style: str) -> Any:
 # ---- byte-level ------------------------------------------------------------------------------------------------------
 
 
-def test_byte_level_ids_of_a_folder_equal_transformers_and_come_back(style: str, source: Any, tmp_path: Path) -> None:
-    ours = assert_ids_equal_transformers(saved(tmp_path, source))
-    for text in texts():
+def test_byte_level_ids_of_a_folder_equal_transformers_and_decode_to_the_text(
+    drawn: tuple[str, list[str]], source: Any, tmp_path: Path
+) -> None:
+    style, among = drawn
+    ours = assert_ids_equal_transformers(saved(tmp_path, source), among)
+    for text in among:
         assert ours.decode(plain(ours)(text)) == (unicodedata.normalize("NFC", text) if style == "qwen2" else text)
 
 
@@ -122,7 +136,7 @@ def test_flags_of_added_tokens_are_followed_as_in_transformers(flags: Any, speci
     add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
     found = ("[INST]", "camelCase", "привет", "日本", "<|im_end|>", *(() if special else ("hello", "The", "é", "==")))
     add([AddedToken(text, **{"normalized": False, **flags}) for text in found])
-    assert_ids_equal_transformers(saved(tmp_path, tokenizer))
+    assert_ids_equal_transformers(saved(tmp_path, tokenizer), texts(2000))
 
 
 # ---- SentencePiece ---------------------------------------------------------------------------------------------------
@@ -138,7 +152,7 @@ def file_of_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ids_of_a_sentencepiece_file_equal_the_library_s_and_come_back(file_of_pieces: Path) -> None:
     ours = Tokenizer(file_of_pieces)
     assert_same(plain(ours), library_of(pieces()).encode)
-    for text in texts():
+    for text in texts(2000):
         assert ours.decode(plain(ours)(text)) == text.replace("▁", " ")  # its sign for a space
 
 
@@ -158,14 +172,15 @@ def test_ids_of_pieces_in_a_gguf_file_equal_llama_cpp(prefix: bool, file_of_piec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("metaspace", [None, "always", "first", "never"])
+@pytest.mark.parametrize(
+    ("metaspace", "split"), [(None, False), ("always", True), ("first", False), ("first", True), ("never", True)]
+)
 def test_ids_of_pieces_in_a_tokenizer_json_equal_transformers(
     metaspace: str | None, split: bool, tmp_path: Path
 ) -> None:
     source = huggingface_of_pieces(pieces(), metaspace=metaspace, split=split)
     source.add_tokens(USERS)
-    assert_ids_equal_transformers(saved(tmp_path, source, bos_token="<s>", eos_token="</s>"))
+    assert_ids_equal_transformers(saved(tmp_path, source, bos_token="<s>", eos_token="</s>"), texts(2000))
 
 
 def test_all_four_forms_of_the_same_pieces_give_the_same_ids(file_of_pieces: Path, tmp_path: Path) -> None:
@@ -176,8 +191,8 @@ def test_all_four_forms_of_the_same_pieces_give_the_same_ids(file_of_pieces: Pat
     for other in others:
         assert other.fingerprint() == meta.fingerprint()
         assert (other.n_words, other.bos_id, other.eos_id, other.adds_bos) == (2000, 1, 2, True)
-        assert_same(plain(other), plain(meta))
-        assert_same(parsed(other), parsed(meta))
+        assert_same(plain(other), plain(meta), texts(1000))
+        assert_same(parsed(other), parsed(meta), texts(1000))
 
 
 # ---- without llama.cpp -----------------------------------------------------------------------------------------------

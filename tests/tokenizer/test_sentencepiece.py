@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import Scripted, limits
+from tables import table
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, plain, saved, texts
 
 from llama.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ def file_of(folder: Path, data: bytes) -> Tokenizer:
 # ---- spaces ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_comes_back_and_one_that_goes_on_keeps_its_space(tokenizer: Tokenizer) -> None:
+def test_a_text_is_decoded_alike_and_a_continuation_keeps_its_space(tokenizer: Tokenizer) -> None:
     ids = plain(tokenizer, "the other")
     assert tokenizer.decode(ids) == "the other"
     assert tokenizer.decode(ids, begins=False) == " the other"
@@ -46,7 +47,7 @@ def test_a_text_comes_back_and_one_that_goes_on_keeps_its_space(tokenizer: Token
     assert tokenizer.decode([]) == ""
 
 
-def test_a_text_that_goes_on_from_another_is_encoded_without_a_space_before_it(tokenizer: Tokenizer) -> None:
+def test_a_continuation_is_encoded_without_a_space_before_it(tokenizer: Tokenizer) -> None:
     for text in texts(1000):
         ids = plain(tokenizer, text, begins=False)
         assert tokenizer.decode(ids, begins=False) == text.replace("▁", " ")
@@ -84,7 +85,7 @@ SMALL = ModelProto(
 )
 
 
-def test_what_is_written_is_what_the_library_and_the_reader_read() -> None:
+def test_a_written_model_is_read_by_the_library_and_the_reader() -> None:
     written = write_model_proto(SMALL)
     assert replace(read_model_proto(written), bos_id=1, eos_id=2) == SMALL
     assert library_of(written).encode("ab") == [4, 3]
@@ -106,8 +107,8 @@ BPE = message(2, b"\x18\x02")
 IDENTITY = message(3, b"\x20\x00")
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
+@table(
+    "data, words",
     [
         (GOOD + IDENTITY, "of type 'unigram' is not supported; supported: 'bpe'"),
         (GOOD + message(2, b"\x18\x03") + IDENTITY, "'word'"),
@@ -140,16 +141,21 @@ IDENTITY = message(3, b"\x20\x00")
         (GOOD + b"\x08\x01" + BPE + IDENTITY, "number 1 must be a text or message"),
         (GOOD + message(2, message(3, b"ab")) + IDENTITY, "b'ab' must be a number"),
         (b"\n\x00" + BPE + IDENTITY, "has 0 characters"),
-        (b"\n\x00" * ((1 << 20) + 1), "more than 1048576 tokens"),
         (b"\n", "in the middle of a number"),
     ],
 )
-def test_a_damaged_file_or_one_of_another_kind_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
+def test_damaged_files_and_other_kinds_are_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         file_of(tmp_path, data)
 
 
-@pytest.mark.parametrize("key", ["tokens", "token_type", "scores"])
+@pytest.mark.slow
+def test_more_pieces_than_the_limit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more than 1048576 tokens"):
+        file_of(tmp_path, b"\n\x00" * ((1 << 20) + 1))
+
+
+@table("key", ["tokens", "token_type", "scores"])
 def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
     facts = gguf_of_pieces(pieces())
     for value in (None, [], facts[f"tokenizer.ggml.{key}"][:-1], ["x"] * 2000, [float("nan")] * 2000, 5):
@@ -157,8 +163,8 @@ def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
             Tokenizer.from_gguf(facts | {f"tokenizer.ggml.{key}": value})
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@table(
+    "changes, words",
     [
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces=true is not supported"),
         ({"add_space_prefix": "false"}, "add_space_prefix='false' must be true or false"),
@@ -168,7 +174,7 @@ def test_arrays_of_pieces_that_do_not_fit_are_refused_by_name(key: str) -> None:
         ({"bos_token_id": 2000}, "id 2000 is not in the vocabulary of 2000 tokens"),
     ],
 )
-def test_what_gguf_metadata_of_pieces_must_not_say_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_invalid_gguf_metadata_of_pieces_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Tokenizer.from_gguf(gguf_of_pieces(pieces(), **changes))
 
@@ -192,8 +198,8 @@ def test_pieces_without_one_for_what_is_unknown_are_written_and_read_again() -> 
     assert plain(again, "the <unk>") == plain(ours, "the <unk>")
 
 
-@pytest.mark.parametrize(
-    ("steps", "words"),
+@table(
+    "steps, words",
     [
         ({"normalizer": {"type": "Lowercase"}}, "normalizer .*Lowercase.* is not supported; supported are"),
         ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "is not supported before a pre_tokenizer"),

@@ -14,6 +14,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 from vocabularies import PATTERNS, byte_level, pieces, plain, saved
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
@@ -29,7 +30,7 @@ PIECES = (
     "'\u017f",
 )  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-many = settings(max_examples=120, deadline=None, derandomize=True)
+many = settings(max_examples=60, deadline=None, derandomize=True)
 
 META_PATTERN = PATTERNS["llama3"]
 
@@ -48,12 +49,6 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("first") / "tokenizer.model"
     path.write_bytes(b"\n".join(meta_lines(10_000)))
     return Tokenizer(path)
-
-
-@pytest.fixture(scope="module")
-def meta_ranks() -> dict[bytes, int]:
-    lines = meta_tokenizer_path().read_bytes().splitlines()
-    return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
 
 
 # ---- llama.cpp, with the demo model's vocabulary ---------------------------------------------------------------------
@@ -93,7 +88,7 @@ def trained(style: str, **model: Any) -> Any:
     return byte_level(style, many=False, **model)
 
 
-@pytest.mark.parametrize(("opens", "stated"), [(True, {"add_bos_token": False}), (False, {"add_bos_token": True})])
+@table("opens, stated", [(True, {"add_bos_token": False}), (False, {"add_bos_token": True})])
 def test_bos_is_added_where_tokenizer_json_says_so(opens: bool, stated: dict[str, bool], tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -142,8 +137,12 @@ def test_of_several_chat_templates_the_default_one_is_taken(tmp_path: Path) -> N
 # ---- tiktoken, with Meta's file --------------------------------------------------------------------------------------
 
 
-def test_metas_ids_equal_tiktokens_on_the_published_pattern(meta: Tokenizer, meta_ranks: dict[bytes, int]) -> None:
-    oracle = tiktoken.Encoding("meta", pat_str=META_PATTERN, mergeable_ranks=meta_ranks, special_tokens={})
+@pytest.mark.parametrize("name", ["first", pytest.param("meta", marks=pytest.mark.slow)])
+def test_metas_ids_equal_tiktokens_on_the_published_pattern(name: str, request: pytest.FixtureRequest) -> None:
+    meta: Tokenizer = request.getfixturevalue(name)
+    lines = meta_lines(10_000 if name == "first" else None)
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    oracle = tiktoken.Encoding("meta", pat_str=META_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     @many
     @given(TEXTS)
@@ -199,7 +198,7 @@ def test_no_special_token_can_be_written_in_plain_text(tokenizer: Tokenizer) -> 
             assert tokenizer.decode(plain(tokenizer, around)) == around
 
 
-@pytest.mark.parametrize("limit", [25_000, 400_000])
+@pytest.mark.parametrize("limit", [25_000, pytest.param(400_000, marks=pytest.mark.slow)])
 def test_no_special_token_arises_or_breaks_where_long_texts_are_cut(meta: Tokenizer, limit: int) -> None:
     specials = set(meta.special_tokens.values())
     text = list(meta.special_tokens)[2]
@@ -248,7 +247,7 @@ def byte_ids(tokenizer: Tokenizer) -> list[int]:
     return [found[bytes([byte])] for byte in range(256) if bytes([byte]) in found]
 
 
-@pytest.mark.parametrize("text", ["😀", "日本語", "👩\u200d🚀", "é"], ids=ascii)
+@table("text", ["😀", "日本語", "👩\u200d🚀", "é"])
 def test_a_stream_returns_only_whole_characters(meta: Tokenizer, text: str) -> None:
     stream = meta.stream()
     parts = [stream.feed(byte_ids(meta)[byte]) for byte in text.encode()]
@@ -264,7 +263,11 @@ def test_broken_utf8_becomes_the_replacement_character_in_both_ways(meta: Tokeni
     assert (text[:2], text[-1]) == ("a\ufffd", "\ufffd")
 
 
-@pytest.mark.parametrize("unit", [" ", "\n", "a", "^", "😀", "a ", "' "], ids=ascii)
+@pytest.mark.parametrize(
+    "unit",
+    [" ", "a", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("\n", "^", "😀", "a ", "' "))],
+    ids=ascii,
+)
 def test_a_long_run_of_one_kind_comes_back_and_takes_time_as_its_length(tokenizer: Tokenizer, unit: str) -> None:
     def seconds(count: int) -> float:
         begin = time.process_time()
@@ -296,12 +299,12 @@ def test_a_panic_of_a_library_reaches_the_user_as_a_value_error() -> None:
 # ---- files that are refused ------------------------------------------------------------------------------------------
 
 
-def meta_lines(n: int = 300) -> list[bytes]:
+def meta_lines(n: int | None = 300) -> list[bytes]:
     return meta_tokenizer_path().read_bytes().splitlines()[:n]
 
 
-@pytest.mark.parametrize(
-    ("number", "line", "words"),
+@table(
+    "number, line, words",
     [
         (5, b"", "line 6"),
         (5, b"!!!! 5", "line 6: expected a token in base64"),
@@ -371,8 +374,8 @@ def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": list(single), "special_tokens": tokens}
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
+@table(
+    "path, value, words",
     [
         ("model/type", "Unigram", "Unigram"),
         ("model/dropout", 0.1, "dropout=0.1"),
@@ -428,7 +431,7 @@ def opening(*single: dict[str, Any], **ids: int) -> dict[str, Any]:
         ("model/ignore_merges", True, None),
     ],
 )
-def test_what_a_tokenizer_json_must_not_say_is_refused_by_name(
+def test_invalid_values_of_a_tokenizer_json_are_refused_by_name(
     small_json: dict[str, Any], tmp_path: Path, path: str, value: Any, words: str | None
 ) -> None:
     spec = json.loads(json.dumps(small_json))
@@ -442,8 +445,8 @@ def test_what_a_tokenizer_json_must_not_say_is_refused_by_name(
         Tokenizer.from_huggingface(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "words"),
+@table(
+    "file, content, words",
     [
         ("tokenizer_config.json", {"eos_token": "<|no|>"}, "eos_token '<|no|>' is not a token of tokenizer.json"),
         ("tokenizer_config.json", {"bos_token": 5}, "bos_token 5 must be a text"),
@@ -453,7 +456,7 @@ def test_what_a_tokenizer_json_must_not_say_is_refused_by_name(
         ("generation_config.json", {"eos_token_id": True}, "eos_token_id True must be a whole number"),
     ],
 )
-def test_what_stands_beside_tokenizer_json_is_held_to_its_types(
+def test_files_beside_tokenizer_json_are_checked_by_type(
     small_json: Any, tmp_path: Path, file: str, content: Any, words: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(small_json))
@@ -502,7 +505,7 @@ def test_a_small_gguf_vocabulary_is_read_as_it_says() -> None:
         plain(ours, "<|im_end|>")
 
 
-def test_a_text_is_not_begun_or_ended_by_a_token_that_the_file_does_not_have() -> None:
+def test_bos_and_eos_need_a_token_in_the_file() -> None:
     ours = Tokenizer.from_gguf(small_gguf(bos_token_id=None, eos_token_id=None))
     assert (ours.bos_id, ours.eos_id, ours.stop_tokens) == (None, None, [7])
     for asked, name in (({"bos": True, "eos": False}, "BOS"), ({"bos": False, "eos": True}, "EOS")):
@@ -617,8 +620,8 @@ def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) ->
         Tokenizer.from_huggingface(tmp_path).to_gguf(700)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
+@table(
+    "changes, words",
     [
         ({"model": "bert"}, "model='bert' is not supported; supported: 'gpt2'"),
         ({"pre": "default"}, "pre='default' is not supported; supported: deepseek-r1-qwen, gpt-2, llama-bpe"),
@@ -653,7 +656,7 @@ def test_more_ends_than_a_gguf_file_has_names_for_are_refused(tmp_path: Path) ->
         ({"merges": [1]}, "merges must be an array"),
     ],
 )
-def test_what_gguf_metadata_must_not_say_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_invalid_gguf_metadata_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Tokenizer.from_gguf(small_gguf(**changes))
 

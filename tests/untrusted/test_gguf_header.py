@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import config_of, meta_weights, random_model, write_gguf
+from tables import table
 from untrusted.malformed.cases import (
     ARRAY,
     BOOL,
@@ -26,8 +27,8 @@ from llama.checkpoint import open_checkpoint
 from llama.untrusted.gguf_header import Unread, parse_header
 
 
-@pytest.mark.parametrize("what", [what for what in GGUF_FILES if "architecture" not in what])
-def test_headers_that_lie_are_refused(what: str) -> None:
+@table("what", [what for what in GGUF_FILES if "architecture" not in what])
+def test_invalid_headers_are_refused(what: str) -> None:
     for arrays in (None, ()):
         with pytest.raises((ValueError, struct.error)):
             parse_header(GGUF_FILES[what][1], arrays=arrays)

@@ -5,7 +5,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from untrusted.malformed.cases import BROKEN_JSON
+from tables import table
+from untrusted.malformed.cases import BROKEN_JSON, bytes_of
 
 from llama.untrusted.json_object import parse_object
 
@@ -18,17 +19,17 @@ _values = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.dictionaries(_texts, _values), st.booleans())
-def test_what_is_right_is_read_as_pythons_reader_reads_it(content: object, escaped: bool) -> None:
+def test_valid_json_is_read_as_by_pythons_reader(content: object, escaped: bool) -> None:
     text = json.dumps(content, ensure_ascii=escaped).encode("utf-8")
     assert parse_object(text) == content
 
 
-@pytest.mark.parametrize("what", [what for what, (_, content) in BROKEN_JSON.items() if len(content) < 1 << 20])
-def test_what_readers_would_disagree_on_is_refused(what: str) -> None:
+@table("what", BROKEN_JSON.keys() - {"longer than 1 MiB"})
+def test_json_that_readers_interpret_differently_is_refused(what: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        parse_object(BROKEN_JSON[what][1])
+        parse_object(bytes_of(BROKEN_JSON[what][1]))
 
 
 def test_reasons_are_named() -> None:
@@ -47,6 +48,6 @@ def test_reasons_are_named() -> None:
             parse_object(text)
 
 
-def test_long_numbers_in_texts_and_whole_characters_of_two_halves_are_let_pass() -> None:
+def test_long_numbers_in_texts_and_whole_characters_of_two_halves_are_accepted() -> None:
     content = {"a": "9" * 5000, "b": 10**63, "c": "😀"}
     assert parse_object(json.dumps(content).encode()) == content

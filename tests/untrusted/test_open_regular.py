@@ -22,7 +22,7 @@ def test_a_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_what_is_no_regular_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kinds_of_files_are_refused_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as listener:
@@ -56,7 +56,7 @@ def test_a_name_that_leads_to_a_pipe_by_the_time_it_is_opened_is_refused(
 
 
 @pytest.mark.skipif(not Path("/proc/version").is_file(), reason="needs /proc")
-def test_a_file_that_holds_more_than_its_size_says_is_held_to_the_limit() -> None:
+def test_a_file_longer_than_its_stated_size_is_limited() -> None:
     assert Path("/proc/version").stat().st_size == 0
     assert read_regular(Path("/proc/version"), limit=1 << 16)
     with pytest.raises(ValueError, match="longer than 4 bytes"):

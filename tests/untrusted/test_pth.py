@@ -12,6 +12,7 @@ import pytest
 import torch
 from fuzz import fuzz_pickle
 from fuzz.fuzz_pickle import same_bits, saved
+from tables import table
 
 from llama.checkpoint import CheckpointError
 from llama.checkpoint.base import Weight
@@ -241,8 +242,8 @@ def extended(archive: bytes, name: str) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("what", DAMAGED)
-def test_an_archive_that_says_two_things_is_refused(tmp_path: Path, what: str) -> None:
+@table("what", DAMAGED)
+def test_an_ambiguous_archive_is_refused(tmp_path: Path, what: str) -> None:
     change, reason = DAMAGED[what]
     message = refusal(change(ARCHIVE), tmp_path)
     assert re.search(reason, message), message

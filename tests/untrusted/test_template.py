@@ -1,19 +1,22 @@
 """Untrusted templates: what they may do is rendered, and anything else ends soon, with an error and without harm."""
 
 import gc
+import json
 import os
 import sys
 import threading
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
 import pytest
+from tables import table
 
+from llama.untrusted import template_child
 from llama.untrusted.template import MOST_TEMPLATE, DialogRefused, Renderer, TemplateFailed
 
 HI = [{"role": "user", "content": "Hi"}]
 unix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits for a process, but for the clock")
+slow = pytest.mark.slow
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a limit of memory")
 
 
@@ -22,8 +25,14 @@ def render(template: str, **variables: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
+def answer(template: str) -> dict[str, Any]:
+    """Return what the process of a renderer answers, without its limits."""
+    request = {"template": template, "now": "2000-01-01", "each": [{"messages": HI, "x": "x"}], "cut_at": []}
+    return template_child.answer(json.dumps(request).encode())
+
+
+@table(
+    "template, text",
     [
         ("{{ messages[0].content }}{{ messages[0]['role'] }}", "Hiuser"),
         ("{{ nothing }}{% if nothing is defined %}a{% else %}b{% endif %}", "b"),
@@ -39,8 +48,8 @@ def render(template: str, **variables: Any) -> str:
         ("{% macro m(x) %}[{{ x }}]{% endmacro %}{{ m('a') }}{# nothing #}", "[a]"),
     ],
 )
-def test_templates_have_what_they_are_written_for(template: str, text: str) -> None:
-    assert render(template) == text
+def test_templates_have_the_functions_that_they_use(template: str, text: str) -> None:
+    assert answer(template) == {"texts": [[text]]}
 
 
 def test_the_date_is_that_of_the_renderer_s_making() -> None:
@@ -95,37 +104,47 @@ ESCAPES = [
 ]
 
 
-@pytest.mark.parametrize("template", ESCAPES)
-def test_a_way_out_of_the_sandbox_leads_nowhere(template: str) -> None:
-    text = ""
-    with suppress(TemplateFailed):
-        text = render(template, x="x")
-    assert text == ""  # as what is undefined
+@table("template", ESCAPES)
+def test_no_expression_leaves_the_sandbox(template: str) -> None:
+    found = answer(template)
+    assert "error" in found or found == {"texts": [[""]]}  # as what is undefined
 
 
 @pytest.mark.parametrize(
     ("template", "words"),
     [
         pytest.param("{{ x * 1000000000 }}", "more than 256 MiB of memory", marks=linux),
-        pytest.param("{{ 'folded when it is compiled' * 100000000 }}", "more than 256 MiB of memory", marks=linux),
-        pytest.param("{{ '%1000000000d' % 1 }}", "more than 256 MiB of memory", marks=linux),
-        pytest.param("{{ '{:1000000000}'.format(x) }}", "more than 256 MiB of memory", marks=linux),
+        pytest.param("{{ 'folded when compiled' * 100000000 }}", "more than 256 MiB of memory", marks=[linux, slow]),
+        pytest.param("{{ '%1000000000d' % 1 }}", "more than 256 MiB of memory", marks=[linux, slow]),
+        pytest.param("{{ '{:1000000000}'.format(x) }}", "more than 256 MiB of memory", marks=[linux, slow]),
         ("{% for a in range(99999) %}{{ x * 99 }}{% endfor %}", "gives more than a mebibyte of text"),
-        ("{{ 'a' * 1048577 }}", "gives more than a mebibyte of text"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
         ("{{ " + "(" * 20000 + ")" * 20000 + " }}", "not valid Jinja|fails|ended the process"),
-        ("{% if %}", "not valid Jinja: line 1: "),
-        ("{{ nothing.nothing }}", "fails: UndefinedError: 'nothing' is undefined"),
-        ("{{ ''.__class__.__mro__ }}", "does something that the sandbox forbids: "),
-        ("{{ range(1000000) }}", "Range too big"),
     ],
 )
-def test_what_a_template_may_not_is_refused_in_a_sentence(template: str, words: str) -> None:
+def test_a_template_over_a_limit_is_refused_with_the_limit(template: str, words: str) -> None:
     with pytest.raises(TemplateFailed, match=words) as caught:
         render(template, x="x")
     assert len(str(caught.value)) < 300
 
 
+@table(
+    "template, words",
+    [
+        ("{{ 'a' * 1048577 }}", "gives more than a mebibyte of text"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
+        ("{% if %}", "is not valid Jinja: line 1: "),
+        ("{{ nothing.nothing }}", "fails: UndefinedError: 'nothing' is undefined"),
+        ("{{ ''.__class__.__mro__ }}", "does something that the sandbox forbids: "),
+        ("{{ range(1000000) }}", "Range too big"),
+    ],
+)
+def test_an_error_of_a_template_is_one_sentence(template: str, words: str) -> None:
+    error = answer(template)["error"]
+    assert words in error
+    assert len(error) < 300
+
+
+@slow
 def test_a_limit_ends_the_process_and_the_next_text_has_another() -> None:
     renderer = Renderer("{% for a in range(x) %}{% for b in range(x) %}{% endfor %}{% endfor %}done")
     assert renderer.render([{"x": 1}]) == [["done"]]
@@ -144,7 +163,7 @@ def test_a_template_is_refused_by_its_length_before_anything_is_started() -> Non
         Renderer("é" * (MOST_TEMPLATE // 2 + 1))
 
 
-def test_what_a_template_says_when_it_refuses_is_safe_to_print() -> None:
+def test_the_reason_of_a_refusing_template_is_printable() -> None:
     with pytest.raises(DialogRefused, match="rejects this dialog: ") as caught:
         render("{{ raise_exception('\x1b[31m\x07 \u202e ü ' ~ 'long' * 99999) }}")
     said = str(caught.value)
@@ -227,21 +246,21 @@ def test_an_interruption_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert renderer.render([{"x": "c"}]) == [["c"]]
 
 
-@pytest.mark.parametrize(
+@table(
     "reply",
     [
         *(b"\n", b"[]\n", b'{"texts": [1]}\n', b'{"texts": []}\n', b"{" * 9999 + b"\n", b"\xff\n", b'"texts"\n'),
         *(b'{"texts": [["a", "no word", "b"]]}\n', b'{"texts": [["a", 1, "b"]]}\n', b'{"texts": [[]]}\n'),
     ],
 )
-def test_what_is_no_answer_is_no_text(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_reply_is_an_error(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama.untrusted.template._ask", lambda *_: reply)
     with pytest.raises(TemplateFailed, match="gave no text"):
         render("{{ 1 }}")
 
 
 @unix
-def test_the_clock_on_the_wall_ends_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_is_ended_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llama.untrusted.template.WALL_SECONDS", 0.2)
     renderer = Renderer("{{ 1 }}")
     process = renderer._running()

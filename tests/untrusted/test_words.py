@@ -1,14 +1,14 @@
 """Untrusted text is printable and short in messages."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import table
 
 from llama.untrusted.words import printable, some_of
 
 
 @given(st.text(st.characters(), max_size=3000))
-def test_any_text_becomes_one_short_line_that_acts_on_nothing(text: str) -> None:
+def test_any_text_becomes_one_short_printable_line(text: str) -> None:
     shown = printable(text)
     assert shown.isprintable()
     assert len(shown) < 1000
@@ -16,8 +16,8 @@ def test_any_text_becomes_one_short_line_that_acts_on_nothing(text: str) -> None
     shown.encode("utf-8")
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
+@table(
+    "text, shown",
     [
         ("naïve 😀 モデル", "naïve 😀 モデル"),
         ("\x1b[2J\x07\0\n\x9b", "\\x1b[2J\\x07\\x00\\n\\x9b"),
@@ -26,7 +26,7 @@ def test_any_text_becomes_one_short_line_that_acts_on_nothing(text: str) -> None
         ("C:\\new", "C:\\new"),  # a backslash of the text stays one
     ],
 )
-def test_what_is_printable_stays_and_the_rest_is_escaped(text: str, shown: str) -> None:
+def test_only_unprintable_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 

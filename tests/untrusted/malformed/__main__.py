@@ -10,5 +10,6 @@ if __name__ == "__main__":
     sys.path[:0] = [str(tests), str(tests / "support")]
     from untrusted.malformed.measure import results
 
-    for result in results():
-        print(json.dumps(asdict(result)), flush=True)
+    for slow in (False, True):
+        for result in results(slow=slow):
+            print(json.dumps(asdict(result)), flush=True)

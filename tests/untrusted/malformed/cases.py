@@ -34,6 +34,7 @@ from checkpoints import (
 
 Make = Callable[[Path], Path]
 Change = Callable[[Any], object]
+Content = bytes | Callable[[], bytes]  # a function makes a long content when it is needed
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class Case:
 
 CASES: dict[str, Case] = {}
 
-MODEL = config_of()
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\n\0\u202e\u2028\u009b"  # sets a title, clears the screen, reverses the text
 
 QUADRATIC = "CWE-407, quadratic work"
@@ -64,17 +64,21 @@ ANOTHER_MODEL = "differs from the model"
 
 def write_originals(folder: Path) -> None:
     """Write a valid checkpoint of each format; cases are made in folders beside them."""
-    model = random_model(MODEL)
+    model = random_model(config_of())
     weights = meta_weights(model)
-    write_meta(folder / "meta", weights, meta_params(MODEL))
+    write_meta(folder / "meta", weights, meta_params(model.config))
     write_huggingface(folder / "huggingface", model, max_shard_size="60KB")
     write_huggingface(folder / "huggingface-one", model)
-    write_gguf(folder / "model.gguf", weights, MODEL)
+    write_gguf(folder / "model.gguf", weights, model.config)
 
 
 def add(name: str, source: str, make: Make) -> None:
     assert name not in CASES, name
     CASES[name] = Case(source, make)
+
+
+def bytes_of(content: Content) -> bytes:
+    return content() if callable(content) else content
 
 
 def copied(folder: Path, name: str) -> Path:
@@ -91,11 +95,11 @@ def spoiled(original: str, file: str, spoil: Callable[[Path], object]) -> Make:
     return make
 
 
-def replaced(original: str, file: str, content: bytes, *, length: int | None = None) -> Make:
+def replaced(original: str, file: str, content: Content, *, length: int | None = None) -> Make:
     """Return a function that copies a folder with other content of a file, which has zeros up to `length`."""
 
     def spoil(path: Path) -> None:
-        path.write_bytes(content)
+        path.write_bytes(bytes_of(content))
         if length is not None:
             os.truncate(path, length)
 
@@ -172,8 +176,12 @@ if hasattr(os, "mkfifo"):
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
-_TWICE = {f"{i:04x}": i for i in range(60_000)}
-BROKEN_JSON: dict[str, tuple[str, bytes]] = {
+
+def _one_twice() -> bytes:
+    return json.dumps({f"{i:04x}": i for i in range(60_000)}).encode()[:-1] + b', "0000": 0}'
+
+
+BROKEN_JSON: dict[str, tuple[str, Content]] = {
     "that ends at once": (TRUNCATED, b"{"),
     "of nothing": (TRUNCATED, b""),
     "that is a list": (TYPES, b"[1]"),
@@ -181,7 +189,7 @@ BROKEN_JSON: dict[str, tuple[str, bytes]] = {
     "with Infinity": ("RFC 8259, section 6", b'{"norm_eps": -Infinity}'),
     "with 1e999": ("RFC 8259, section 6", b'{"norm_eps": 1e999}'),
     "with a key twice": ("RFC 8259, section 4", b'{"dim": 1, "dim": 2}'),
-    "of 60,000 keys, one twice": ("case 6", json.dumps(_TWICE).encode()[:-1] + b', "0000": 0}'),
+    "of 60,000 keys, one twice": ("case 6", _one_twice),
     "nested 100,000 deep": ("CWE-674", b'{"dim": ' + b"[" * 100_000),
     "nested 100,000 objects deep": ("CWE-674", b'{"a":' * 50_000),
     "with a number of 5,000 digits": ("CVE-2020-10735", b'{"dim": ' + b"9" * 5000 + b"}"),
@@ -272,7 +280,7 @@ PLACES: dict[str, tuple[str, Any]] = {
     "leads away on Windows": (TRAVERSAL, "..\\b.safetensors"),
     "leads to a drive": (TRAVERSAL, "C:b.safetensors"),
     "leads to a stream of a file": (TRAVERSAL, "model.safetensors:b.safetensors"),
-    "holds a NUL": ("CWE-158", "\0.safetensors"),
+    "has a NUL": ("CWE-158", "\0.safetensors"),
     "leads to a pickle": ("CVE-2025-32434, the other format", "pytorch_model.bin"),
     "is a number": (TYPES, 7),
     "is a list": (TYPES, ["model-00001-of-00004.safetensors"]),
@@ -285,7 +293,7 @@ for _what, (_source, _where) in PLACES.items():
     add(f"a place in the index that {_what}", _source, _indexed(lambda places, new=_misplaced: places.update(new)))
 _FIRST = "model-00001-of-00004.safetensors"
 _UNKNOWN = {f"{ESCAPES}{i}": _FIRST for i in range(20_000)}
-add("an index of 20,000 tensors that no shard holds", "case 11", _indexed(lambda places: places.update(_UNKNOWN)))
+add("an index of 20,000 tensors that no shard has", "case 11", _indexed(lambda places: places.update(_UNKNOWN)))
 _SHARDS = {f"{i}": f"{i}.safetensors" for i in range(20_000)}
 add("an index of 20,000 shards", QUADRATIC, _indexed(lambda places: places.update(_SHARDS)))
 add("an index without places", TRUNCATED, _indexed(lambda places: places.clear()))
@@ -305,9 +313,19 @@ def entry(shape: Any = (1,), begin: Any = 0, end: Any = 4, dtype: Any = "F32", *
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 
-_ONE = json.dumps(entry()).encode()
+_ONE, _NONE = json.dumps(entry()).encode(), json.dumps(entry([0], 0, 0)).encode()
 _AUDIT = "safetensors, attacks/ of its repository"
-SAFETENSORS: dict[str, tuple[str, bytes]] = {
+
+
+def _many_empty() -> bytes:
+    return safetensors(b"{%s}" % b",".join(b'"%d":%s' % (i, _NONE) for i in range(100_000)))
+
+
+def _many_unknown() -> bytes:
+    return safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000))
+
+
+SAFETENSORS: dict[str, tuple[str, Content]] = {
     "with nothing in it": (TRUNCATED, b""),
     "that ends in its length": (TRUNCATED, b"\x40\0\0"),
     "whose header has 2^64-1 bytes": ("CVE-2023-37470 of its kind; " + _AUDIT, safetensors({}, length=(1 << 64) - 1)),
@@ -317,12 +335,10 @@ SAFETENSORS: dict[str, tuple[str, bytes]] = {
     "whose header is a list": (TYPES, safetensors([1])),
     "whose header is nested": ("CWE-674", safetensors(b"[" * 100_000)),
     "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
-    "with 100,000 empty tensors": ("case 10", safetensors({f"{i}": entry([0], 0, 0) for i in range(100_000)})),
+    "with 100,000 empty tensors": ("case 10", _many_empty),
+    "with an empty tensor": (_AUDIT, safetensors({"a": entry([0, 1], 0, 0)})),
     "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
-    "with 10,000 unknown tensors": (
-        "case 11",
-        safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000)),
-    ),
+    "with 10,000 unknown tensors": ("case 11", _many_unknown),
     "with escapes in a name": (TERMINAL, safetensors({ESCAPES: entry()}, bytes(4))),
     "with a NUL in a name": ("safetensors #748", safetensors({"model.norm.weight\0": entry()}, bytes(4))),
     "with a name of 1 MB": ("case 11", safetensors({"x" * (1 << 20): entry(dtype="I8")}, bytes(4))),
@@ -523,7 +539,7 @@ def _written(metadata: Mapping[str, tuple[str, Any]], *tensors: str) -> Make:
 
     def make(folder: Path) -> Path:
         path = folder / "model.gguf"
-        writer = gguf_writer(path, MODEL)
+        writer = gguf_writer(path, config_of())
         for key, (kind, value) in metadata.items():
             for pairs in writer.kv_data:
                 pairs.pop(key, None)
@@ -697,22 +713,39 @@ def _piece(*contents: bytes) -> bytes:
     return b"".join(b"\n" + bytes([len(content)]) + content for content in contents)
 
 
-_FIELDS = b"\x78\x00" * (15 << 20)  # 30 MB: the number 0 in field 15, which no message has
-_SETTINGS = b"\x12" + bytes([0x80 | len(_FIELDS) & 0x7F, 0x80 | len(_FIELDS) >> 7 & 0x7F])
-_SETTINGS += bytes([0x80 | len(_FIELDS) >> 14 & 0x7F, len(_FIELDS) >> 21])
+_LENGTH = 30 << 20  # bytes of 15 million fields: the number 0 in field 15, which no message has
+_SETTINGS = b"\x12" + bytes([0x80 | _LENGTH >> shift & 0x7F for shift in (0, 7, 14)]) + bytes([_LENGTH >> 21])
+
+
+def _fields() -> bytes:
+    return b"\x78\x00" * (_LENGTH // 2)
+
+
 _BPE = b"\x12\x02\x18\x02\x1a\x02\x20\x00"
 LONG_TOKENIZERS: dict[str, Callable[[Path], object]] = {
     "of 1,100,000 lines": _million_lines,
     "of one line of 40 MB": lambda path: path.write_bytes(b"A" * (40 << 20)),
     "of 40 million ends of lines": lambda path: path.write_bytes(b"\r" * (40 << 20)),
-    "of 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _FIELDS),
-    "whose settings have 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _SETTINGS + _FIELDS),
+    "of 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _fields()),
+    "whose settings have 15 million fields": lambda path: path.write_bytes(_piece(b"\n\x01a") + _SETTINGS + _fields()),
     "whose pieces have 60 fields each": lambda path: path.write_bytes(
         _piece(*(b"\n\x01%c" % (33 + i % 90) + b"\x78\x00" * 60 for i in range(300_000))) + _BPE
     ),
 }
 for _what, _spoil in LONG_TOKENIZERS.items():
     add(f"tokenizer.model {_what}", "case 19", spoiled("meta", "tokenizer.model", _spoil))
+
+
+# Each takes a tenth of a second or more to write or to open.
+SLOW = {f"tokenizer.model {what}" for what in LONG_TOKENIZERS} | {
+    "model.safetensors with 10,000 unknown tensors",
+    "a .gguf file with 10,000 unknown tensors",
+    "a .pth file with 2,000 unknown tensors",
+    "a .pth file that unpacks to 100 MB",
+    "a .pth file whose pickle unpacks to 80 MB",
+    "an index of 20,000 tensors that no shard has",
+    "config.json of 60,000 keys, one twice",
+}
 
 
 def _added(key: str, value: object) -> Change:
