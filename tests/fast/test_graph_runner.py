@@ -87,14 +87,14 @@ def recordings_of(model: Transformer, ops: GraphOps = PYTORCH) -> list[object]:
 
 
 def steps_of_same_tokens(
-    models: Sequence[Transformer], prompts: list[list[int]], room: int | list[int], **options: Any
+    models: Sequence[Transformer], prompts: list[list[int]], max_new: int | list[int], **options: Any
 ) -> int:
     """Assert that both models make the same tokens, and return the number of forwards by the second one's runner.
 
     Log-probabilities may differ by a few float64 roundings.
     """
     before = runner_of(models[1]).forwards
-    theirs, ours = (model.generate_tokens(prompts, room, **options) for model in models)
+    theirs, ours = (model.generate_tokens(prompts, max_new, **options) for model in models)
     assert ours[0] == theirs[0]
     assert (ours[1] is None) == (theirs[1] is None)
     for one, other in zip(ours[1] or [], theirs[1] or [], strict=True):
@@ -105,8 +105,9 @@ def steps_of_same_tokens(
 @pytest.mark.parametrize("way", WAYS)
 def test_recorded_steps_make_the_tokens_of_the_plain_path(way: str) -> None:
     both = twins()
-    for room in (1, SYNC_INTERVAL + 1, 2 * SYNC_INTERVAL + 5):
-        assert steps_of_same_tokens(both, PROMPTS, room, **WAYS[way]) == room - 1  # the first follows from the prompt
+    for max_new in (1, SYNC_INTERVAL + 1, 2 * SYNC_INTERVAL + 5):
+        # The first token follows from the prompt.
+        assert steps_of_same_tokens(both, PROMPTS, max_new, **WAYS[way]) == max_new - 1
 
 
 def test_biases_and_norms_of_heads_are_computed() -> None:
@@ -126,8 +127,8 @@ shared_twins = cache(twins)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_batch_with_any_lengths_and_any_stops_is_the_plain_paths(data: st.DataObject) -> None:
-    prompts, room, stops, options = data.draw(any_batch(VOCAB, most_stops=4))
-    steps_of_same_tokens(shared_twins(), prompts, room, stop_ids=stops, **options)
+    prompts, max_new, stops, options = data.draw(any_batch(VOCAB, most_stops=4))
+    steps_of_same_tokens(shared_twins(), prompts, max_new, stop_ids=stops, **options)
 
 
 @pytest.mark.parametrize("vocab", [1, VOCAB, 512, 128_256])
@@ -146,8 +147,8 @@ def test_the_first_of_the_largest_logits_is_chosen_and_one_that_is_not_finite_is
 def test_steps_are_recorded_once_for_rows_settings_and_texts_of_nearly_one_length() -> None:
     both = twins()
     recordings = recordings_of(both[1])
-    for prompt, room in (([1, 2, 3], 20), ([4], 9), ([5] * 20, 3)):
-        assert steps_of_same_tokens(both, [prompt], room, **GREEDY) == room - 1
+    for prompt, max_new in (([1, 2, 3], 20), ([4], 9), ([5] * 20, 3)):
+        assert steps_of_same_tokens(both, [prompt], max_new, **GREEDY) == max_new - 1
     assert len(recordings) == 1
     for n in range(3):  # other numbers of the same settings
         options: Options = {
@@ -177,8 +178,8 @@ def test_texts_of_few_and_of_many_rows_in_turn_are_recorded_once_each(monkeypatc
 
 def test_buffers_are_at_most_twice_as_long_as_a_generation_needs() -> None:
     _, fast = twins()
-    for room, slots in ((100, 4 * LENGTH_STEP), (4, LENGTH_STEP)):
-        fast.generate_tokens(PROMPTS, room, **GREEDY)
+    for max_new, slots in ((100, 4 * LENGTH_STEP), (4, LENGTH_STEP)):
+        fast.generate_tokens(PROMPTS, max_new, **GREEDY)
         assert buffers_of(fast).slots == slots
 
 
@@ -885,8 +886,8 @@ def test_functions_are_compiled_when_they_are_tried_and_never_in_a_text(monkeypa
     both[1].runner = GraphRunner(ops)
     compiled = len(made)
     assert compiled == 2 * len([ops.begin, ops.layer, ops.head, ops.advance])  # for one row, and for several
-    for prompts, room in ((PROMPTS, 3), (PROMPTS[:1], 2 * LENGTH_STEP), (PROMPTS * 3, LENGTH_STEP)):
-        assert steps_of_same_tokens(both, prompts, room, **GREEDY) == room - 1
+    for prompts, max_new in ((PROMPTS, 3), (PROMPTS[:1], 2 * LENGTH_STEP), (PROMPTS * 3, LENGTH_STEP)):
+        assert steps_of_same_tokens(both, prompts, max_new, **GREEDY) == max_new - 1
     assert len(made) == compiled
 
 
