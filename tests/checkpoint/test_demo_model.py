@@ -19,11 +19,8 @@ PROMPTS = [
     "The capital of France is",
     "Translate English to French:\n\nsea otter => loutre de mer\npeppermint => menthe poivrée\ncheese =>",
     "def fibonacci(n):\n    ",
-    "  leading spaces, and a tab\t",
-    '{"name": "Ada", "year": ',
     "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n",
     "café naïve — “quoted” …",
-    "a",
 ]
 
 

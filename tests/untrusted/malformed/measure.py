@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from seconds import piece_of_work
 from untrusted.malformed.cases import CASES, SLOW, write_originals
 
 from llama.checkpoint import open_checkpoint
 
 MIB = 1 << 20
-TURNS = 200_000
-TURN_S = 1e-8  # the limits are those of a machine that takes so long for a turn of an empty loop
+PIECE_S = 0.006  # the limits are those of a machine that takes so long for a piece of work
 _STATUS = Path("/proc/self/status")
 
 
@@ -25,7 +25,7 @@ class Result:
     """What opening a case took.
 
     error: the name of its class; "" if the file was accepted.
-    seconds: CPU time, the best of at most ten attempts. Over `limit`, it is divided by the `slowness` of the machine.
+    seconds: CPU time, the best of at most ten attempts. Over `limit`, it is divided by how slow the machine is then.
     memory: bytes by which the process grew at its peak; None if the system does not report it.
     size: bytes of the files.
     limit: the most seconds that a file may take of which so many bytes are not in holes.
@@ -74,17 +74,6 @@ def written(name: str, originals: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def slowness() -> float:
-    """Return how many times TURN_S this machine takes now for a turn of an empty loop, at least 1."""
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        for _ in range(TURNS):
-            pass
-        seconds.append(time.process_time() - start)
-    return max(min(seconds) / TURNS / TURN_S, 1.0)
-
-
 def measured(name: str, path: Path) -> Result:
     size, parsed = _sizes(path)
     limit = 0.1 + 0.02 * parsed / MIB
@@ -98,7 +87,8 @@ def measured(name: str, path: Path) -> Result:
         except Exception as caught:
             error, message = type(caught).__name__, str(caught)
         spent = time.process_time() - start
-        seconds.append(spent if spent <= limit else spent / slowness())
+        slowness = 1.0 if spent <= limit else max(1.0, min(piece_of_work() for _ in range(3)) / PIECE_S)
+        seconds.append(spent / slowness)
         if before is not None:
             memory = max(memory or 0, _memory("VmHWM") - before)
         if min(seconds) <= limit:
