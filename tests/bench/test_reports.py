@@ -664,7 +664,8 @@ def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> Non
     names = ["results.json", "report.md", "table.csv", "page.html", "plots/kinds.png"]
     assert [path.relative_to(folder).as_posix() for path in paths] == names
     assert json.loads(paths[0].read_text("utf-8")) == report
-    assert paths[3].read_text("utf-8") == report_page(report)
+    assert paths[1].read_text("utf-8") == report_markdown(report)
+    assert paths[3].read_text("utf-8").count("<svg") == 1
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert sorted(before) == sorted(paths)  # no half-written file is left
     report["budget_minutes"] = float("nan")

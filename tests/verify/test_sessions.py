@@ -243,13 +243,13 @@ def counts_no_row(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: list[tuple[Break, str, set[str]]] = [
-    (forgets_the_newest, "static", {IN_TURNS}),
     (shares_writes, "concat", {FORKED}),
     (rewinds_the_text_alone, "paged", {REWOUND, IN_TURNS}),  # in turns, an answer may differ from the text
     (restores_one_key_wrong, "paged", {SAVED}),
     (shifts_what_is_repeated, "static", {AFTER_SESSION, FED_ONCE}),
 ]
 MORE_FAULTS: list[tuple[Break, str, set[str]]] = [
+    (forgets_the_newest, "static", {IN_TURNS}),
     (counts_no_fork, "paged", {FORKED}),
     (keeps_the_logits, "static", {REWOUND}),
     (loads_other_logits, "concat", {SAVED}),
