@@ -71,7 +71,7 @@ VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 computed"
 EVIL = "<script>alert(1)</script> | </pre><img src=http://example.org/x.png> \x1b[2J"
 
 
-@pytest.fixture(params=["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("table", "sweep", "chat"))])
+@pytest.fixture(params=["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "chat"))])
 def report(request: pytest.FixtureRequest) -> Report:
     """A report of each preset."""
     return REPORTS[request.param]()
@@ -416,7 +416,7 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         for name, figure in drawn.items()
     }
     expected = {"time": [True, True], "memory": [False], "speedup": [True, True], "kinds": [False, True, False]}
-    expected |= {"pareto": [False, True], "steps": [True] * (3 if report["preset"] == "table" else 2)}
+    expected |= {"pareto": [False, True], "steps": [True, True]}
     assert marked == {name: expected[name] for name in drawn}
 
 
@@ -585,7 +585,7 @@ def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(preset: st
 
 @pytest.mark.slow
 def test_pictures_are_drawn_at_their_size_and_alike_each_time() -> None:
-    report = sweep_report()
+    report = table_report(PAIR)
     drawn, again = figures(report), figures(report)
     for name, figure in drawn.items():
         png, svg = as_png(figure), as_svg(figure)
@@ -688,18 +688,15 @@ addEventListener("load", () => {
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize(("preset", "width"), [("table", 800), ("caches", 400)])
-def test_a_browser_shows_every_picture_at_a_readable_size_and_the_page_at_its_width(
-    tmp_path: Path, preset: str, width: int
-) -> None:
-    report, file = REPORTS[preset](), tmp_path / "page.html"
-    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(report_page(report)))}", "utf-8")
+def test_a_browser_shows_every_picture_at_a_readable_size_and_the_page_at_its_width(tmp_path: Path) -> None:
+    width, file = 400, tmp_path / "page.html"
+    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(report_page(table_report(PAIR))))}", "utf-8")
     program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
     flags = ["--window-size=1700,1000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
     done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
     (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
     pictures, letters, page_width = json.loads(html.unescape(seen))
-    assert pictures == len(PICTURES[preset])
+    assert pictures == len(PICTURES["table"])
     assert letters >= 11  # px
     assert page_width <= width
 

@@ -35,6 +35,10 @@ TOKENS = 8
 assert test_certificate.NewestFirst in KVCache.kinds.values()  # a kind as a researcher would add it
 
 
+def one_layer(**changes: Any) -> Transformer:
+    return tiny_model(n_layers=1, **changes)
+
+
 def certify(model: Transformer, *, rows: int = 3, tokens: int = TOKENS, seed: int = 0) -> Figures:
     """Measure a run of random prompts of 1 to 5 ids."""
     dice = random.Random(seed)
@@ -67,7 +71,7 @@ def test_a_sound_model_is_certified(dtype: str, kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_pass_computes_every_position_once(rows: int) -> None:
-    figures = certify(tiny_model(dtype=torch.float32), rows=rows)
+    figures = certify(one_layer(dtype=torch.float32), rows=rows)
     whole, new = figures.positions, rows * TOKENS
     assert whole >= new
     counts = {STEPS: whole, PIECES: whole, ALONE: whole, FREE_CACHED: new, FREE_UNCACHED: new}
@@ -79,14 +83,14 @@ def test_every_pass_computes_every_position_once(rows: int) -> None:
 
 
 def test_plain_float32_is_not_bit_equal_so_that_the_comparison_has_power() -> None:
-    figures = certify(tiny_model(dtype=torch.float32))
+    figures = certify(one_layer(dtype=torch.float32))
     assert figures.bit_equal[STEPS] < figures.positions
     assert figures.max_delta > 0
     assert figures.kl_max > 0
 
 
 def test_a_divergence_between_nearly_tied_tokens_is_explained_by_rounding() -> None:
-    model = tiny_model(dtype=torch.float64)
+    model = one_layer(dtype=torch.float64)
     with torch.no_grad():  # every token has a twin whose logit is a hundredth away
         half = model.args.vocab_size // 2
         model.output.weight[half:] = model.output.weight[:half] * 1.003
@@ -101,7 +105,7 @@ def test_a_divergence_between_nearly_tied_tokens_is_explained_by_rounding() -> N
 
 @pytest.mark.parametrize("kv_caching", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_model_is_left_as_it_was(kv_caching: bool) -> None:
-    model = tiny_model(dtype=torch.float32, kv_caching=kv_caching)
+    model = one_layer(dtype=torch.float32, kv_caching=kv_caching)
     certify(model)
     assert model.kv_caching == kv_caching
     assert not model._forward_hooks
@@ -109,7 +113,7 @@ def test_the_model_is_left_as_it_was(kv_caching: bool) -> None:
 
 
 def test_the_reference_has_the_same_weights_and_ties_in_float64() -> None:
-    model = tiny_model(dtype=torch.bfloat16, tied_head=True)
+    model = one_layer(dtype=torch.bfloat16, tied_head=True)
     reference = reference_of(model)
     assert reference.output.weight is reference.tok_embeddings.weight
     assert not reference.exact
@@ -166,7 +170,7 @@ class OtherRow(StaticCache, kind="other_row"):
     + [pytest.param(*case, marks=pytest.mark.slow) for case in (("one_off", "bf16"), ("other_row", "fp32"))],
 )
 def test_a_wrong_cache_is_found_and_named(kind: str, dtype: str) -> None:
-    figures = certify(tiny_model(dtype=DTYPES[dtype], kv_cache=kind), tokens=12)
+    figures = certify(one_layer(dtype=DTYPES[dtype], kv_cache=kind), tokens=12)
     assert "differ from those of float64" in first_of(figures, f"float64 {STEPS}")
     assert "differ from those of float64" in first_of(figures, STEPS)
     assert "row " in figures.violations[0]
@@ -191,7 +195,7 @@ class LateUncached(RopeTable):
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_positions_that_only_the_uncached_path_has_wrong_are_found(dtype: str) -> None:
     """Attention depends on distances only, so only float64 shows it: other angles round differently."""
-    model = tiny_model(dtype=DTYPES[dtype])
+    model = one_layer(dtype=DTYPES[dtype])
     model.rope = LateUncached(model)
     assert "differ from those of float64" in first_of(certify(model), f"float64 {STEPS}")
 
@@ -208,7 +212,7 @@ def test_an_uncached_loop_that_feeds_another_text_is_found(dtype: str, monkeypat
         self.batch.texts = texts
 
     monkeypatch.setattr(PlainStepper, "_decode", from_the_second_token)
-    figures = certify(tiny_model(dtype=DTYPES[dtype]))
+    figures = certify(one_layer(dtype=DTYPES[dtype]))
     assert "differ from those of float64" in first_of(figures, FREE_UNCACHED)
     assert all(text.startswith((FREE_UNCACHED, "free runs")) for text in figures.violations)
 
@@ -222,7 +226,7 @@ def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monk
         self.logits = -self.logits if self.cache is None else self.logits
 
     monkeypatch.setattr(PlainStepper, "_decode", worst_first)
-    figures = certify(tiny_model(dtype=torch.float32))
+    figures = certify(one_layer(dtype=torch.float32))
     assert "was taken, and its logits prefer" in first_of(figures, FREE_UNCACHED)
     assert "more than rounding explains" in first_of(figures, "free runs")
     assert [(d.step, d.explained) for d in figures.divergences] == [(1, False)] * 3
@@ -234,7 +238,7 @@ def test_a_cached_run_that_feeds_the_whole_prefix_is_found(monkeypatch: pytest.M
         self.logits = self._feed(self.batch.tokens(begin), Rows.at(begin, self.batch.cur_pos))[:, -1]
 
     monkeypatch.setattr(PlainStepper, "_decode", whole_prefix)
-    (violation,) = certify(tiny_model(dtype=torch.float32)).violations
+    (violation,) = certify(one_layer(dtype=torch.float32)).violations
     assert violation.startswith(f"{FREE_CACHED}: the steps fed [")
 
 
@@ -246,7 +250,7 @@ class HalfKeys(StaticCache, kind="half_keys"):
 
 
 def test_a_fault_too_small_for_any_choice_is_found() -> None:
-    figures = certify(tiny_model(dtype=torch.float32, kv_cache="half_keys"))
+    figures = certify(one_layer(dtype=torch.float32, kv_cache="half_keys"))
     assert figures.same_top == figures.positions
     assert figures.equal_tokens == figures.tokens
     assert max(figures.errors[name] for name in FLOAT64_PASSES) < FLOAT64_TOLERANCE
@@ -263,7 +267,7 @@ class Huge(StaticCache, kind="huge"):
 
 
 def test_a_large_error_does_not_excuse_itself() -> None:
-    figures = certify(tiny_model(dtype=torch.float32, kv_cache="huge"))
+    figures = certify(one_layer(dtype=torch.float32, kv_cache="huge"))
     assert figures.bound <= TOLERANCE_FACTOR[4] * figures.errors[UNCACHED] * 1.0001
     assert figures.error_ratio > 1000
     assert figures.near_ties == 0
@@ -281,7 +285,7 @@ def three_times(xq: Tensor, keys: Tensor, values: Tensor, *positions: Any) -> Te
     ("dtype", "says"), [(torch.float32, "explains at most"), (torch.bfloat16, "more than half the spread")]
 )
 def test_a_large_error_of_the_uncached_path_excuses_nothing(dtype: torch.dtype, says: str) -> None:
-    model = tiny_model(dtype=dtype)
+    model = one_layer(dtype=dtype)
     model.use(PLAIN._replace(name="wrong", attend=three_times))
     assert says in first_of(certify(model), UNCACHED)
 
@@ -289,7 +293,7 @@ def test_a_large_error_of_the_uncached_path_excuses_nothing(dtype: torch.dtype, 
 def test_exact_mode_that_computes_something_else_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits are equal, and all are wrong."""
     monkeypatch.setattr(operations, "exact_silu", torch.relu)
-    model = tiny_model(dtype=torch.float32, n_layers=1)
+    model = one_layer(dtype=torch.float32)
     model.exact = True
     figures = certify(model)
     assert figures.bit_equal == figures.compared
@@ -316,21 +320,21 @@ class NotANumberInParts(NotANumber, kind="not_a_number_in_parts"):
 
 
 def test_nan_in_the_cached_run_is_a_bug_in_words() -> None:
-    figures = certify(tiny_model(dtype=torch.float32, kv_cache="not_a_number"))
+    figures = certify(one_layer(dtype=torch.float32, kv_cache="not_a_number"))
     (violation,) = figures.violations
     assert violation.startswith(f"{FREE_CACHED}: the logits of row ")
     assert "not finite" in violation
 
 
 def test_nan_that_the_loop_does_not_meet_is_a_bug_too() -> None:
-    figures = certify(tiny_model(dtype=torch.float32, kv_cache="not_a_number_in_parts"), seed=0)
+    figures = certify(one_layer(dtype=torch.float32, kv_cache="not_a_number_in_parts"), seed=0)
     assert "the logits are not finite" in first_of(figures, PIECES)
     assert all("not finite" in text for text in figures.violations if not text.startswith("float64"))
     json.dumps(asdict(figures), allow_nan=False)  # as the file stores them
 
 
 def test_an_overflow_without_the_cache_is_a_bug() -> None:
-    model = tiny_model(dtype=torch.float32)
+    model = one_layer(dtype=torch.float32)
     hook = model.register_forward_hook(lambda fed, given, logits: None if fed.kv_caching else logits + torch.inf)
     figures = certify(model)
     hook.remove()
@@ -341,7 +345,7 @@ def test_an_overflow_without_the_cache_is_a_bug() -> None:
 
 
 def test_in_exact_mode_a_difference_to_the_bit_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(dtype=torch.float32)
+    model = one_layer(dtype=torch.float32)
     assert certify(model).violations == []
     monkeypatch.setattr(Transformer, "exact", property(lambda self: True, lambda self, value: None))
     figures = certify(model)
@@ -368,7 +372,7 @@ def test_the_divergence_of_distributions_and_the_largest_difference_are_those_of
 
 def test_the_margins_of_a_divergence_are_those_of_the_logits() -> None:
     """The divergence is planted at the third step of row 1."""
-    model = tiny_model(dtype=torch.float32)
+    model = one_layer(dtype=torch.float32)
     real = Generation.generate_tokens
 
     def tampered(self: Any, *given: Any, **options: Any) -> Any:
