@@ -66,7 +66,7 @@ def test_cells_of_which_the_load_alone_is_known_are_judged_by_it() -> None:
     assert judged([], [None]) == judged([], [2.0], None) == unknown
 
 
-def test_ranks_of_the_same_job_are_no_others() -> None:
+def test_the_load_of_a_job_with_several_ranks_is_not_judged() -> None:
     assert judged([1.0] * 3, [2.0] * 3, ranks=2)[0] == "ok"
 
 
@@ -185,7 +185,7 @@ def test_a_machine_that_never_gets_idle_is_measured_all_the_same_and_that_is_sai
     assert "machine is idle" not in said
 
 
-def test_a_system_that_tells_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_reported_load_there_is_no_wait(capsys: pytest.CaptureFixture[str]) -> None:
     assert not wait_until_idle(60, lambda: None)
     assert "there is no wait" in capsys.readouterr().err
 

@@ -485,7 +485,7 @@ def test_what_other_work_did_to_many_cells_is_one_sentence_and_a_kind_has_one_na
     assert warnings_text(report)[0].startswith("NOISY other work changed the times of all cells;")
 
 
-def test_a_kind_from_a_file_in_a_deep_folder_leaves_room_for_the_picture() -> None:
+def test_a_kind_from_a_file_in_a_deep_folder_fits_the_picture() -> None:
     """matplotlib warns, which fails here, if names leave no room for the panels."""
     deep = f"/{'folder/' * 12}mine.py:mine:0.5"
     drawn = figures(caches_report(["static", "int8", deep, "paged"]))
@@ -615,7 +615,7 @@ def test_a_name_with_dollar_signs_is_no_formula() -> None:
     assert as_svg(drawn_by(draw_time, report))
 
 
-def test_texts_of_others_stay_texts() -> None:
+def test_markup_in_foreign_texts_is_escaped() -> None:
     report = dead(table_report(PAIR, command=EVIL, reading=[EVIL]), 1)
     cell_row(report, 0).update(text=EVIL, notes=[EVIL])
     cell_row(report, 1).update(error=f"died: {EVIL}")

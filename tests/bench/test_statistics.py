@@ -103,7 +103,7 @@ def test_a_cell_that_beats_the_ceilings_raises_them_and_no_share_passes_1() -> N
 
 
 @pytest.mark.parametrize("asked", [{"quantize": "int8"}, {"ranks": 2}, {"predicted": True}], ids=str)
-def test_quantized_weights_several_ranks_and_predictions_raise_no_ceiling_of_the_others(asked: dict[str, Any]) -> None:
+def test_quantized_weights_several_ranks_and_predictions_raise_no_ceiling(asked: dict[str, Any]) -> None:
     guess: Any = {"predicted": asked.pop("predicted", False)}
     report = report_of((Cell(output_len=3, **asked), {**worked(2.0, [0.5] * 2), **guess}))
     report["ceilings"] = ceilings(1000, 100)
@@ -193,7 +193,7 @@ def test_the_first_divergence_is_the_earliest_token_of_any_row() -> None:
     assert found([[1]], [[1, 0]]) == (0, 1, -1, 0)
 
 
-def test_where_our_modes_differ_the_logits_of_the_text_up_to_there_are_asked_for(
+def test_if_our_modes_differ_the_margin_at_the_divergence_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[Any] = []
@@ -216,7 +216,7 @@ def test_where_our_modes_differ_the_logits_of_the_text_up_to_there_are_asked_for
     assert asked == [("margin", False, {"row": 1, "ids": [3]})], "of our own engine alone"
 
 
-def test_a_peer_on_our_weights_is_told_whether_it_made_our_plain_tokens() -> None:
+def test_a_peer_on_our_weights_has_a_note_whether_it_made_our_plain_tokens() -> None:
     peer = Cell(engine="transformers")
     made: list[tuple[Cell, str, Any, list[str]]] = [
         (Cell(fast=True), "native", [[1, 9]], []),

@@ -230,7 +230,7 @@ def test_a_text_gives_the_same_bits_after_any_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_switch_may_be_thrown_in_the_middle_of_a_text(kind: str) -> None:
+def test_caching_can_be_switched_in_the_middle_of_a_text(kind: str) -> None:
     model, tokens = tiny_model(kv_cache=kind), some_tokens(2, 9)
     expected = tiny_model(kv_caching=False)(tokens)
     with torch.inference_mode(), watched(model) as watch:

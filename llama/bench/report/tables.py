@@ -228,17 +228,18 @@ def kind_rows(report: Report) -> list[dict[str, Any]]:
     A predicted row has bytes alone. `of_full` is their share of the full cache's bytes, which are predicted if
     `full_predicted`.
     """
-    found: list[dict[str, Any]] = []
     full = next(iter(rows_of(report, "quality", 0)), None)
-    whole = None if full is None else full["predicted_cache_bytes" if full.get("predicted") else "cache_bytes"]
+    found = []
     for row in sorted(rows_of(report, "quality"), key=lambda row: row["cell"]):
-        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache, "of_full": None, "judged": False}
+        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache, "cache_bytes": _stored_bytes(row)}
+        shown["of_full"] = None if full is None else _stored_bytes(row) / _stored_bytes(full)
         shown["full_predicted"] = full is not None and bool(full.get("predicted"))
-        shown["cache_bytes"] = row["predicted_cache_bytes"] if row.get("predicted") else row["cache_bytes"]
-        if whole is not None:
-            shown["of_full"] = shown["cache_bytes"] / whole
-        found.append(shown if row.get("predicted") else {**shown, **_quality_of(row)})
+        found.append(shown | ({"judged": False} if row.get("predicted") else _quality_of(row)))
     return found
+
+
+def _stored_bytes(row: Row) -> int:
+    return int(row["predicted_cache_bytes" if row.get("predicted") else "cache_bytes"])
 
 
 def _quality_of(row: Row) -> dict[str, Any]:

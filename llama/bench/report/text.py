@@ -97,7 +97,7 @@ def report_csv(report: Report) -> str:
 
     Repeated columns are written as median, p10, p90 and n. A missing measurement is an empty field.
     """
-    views = {view.index: view for view in cell_views(report)}
+    views = cell_views(report)
     whole = {"noisy": "yes" if is_noisy(report) else "", "threads": report["environment"].get("threads")}
     rows = []
     for row in (one for one in report["rows"] if one["figures"] in KEYS and one["figures"] not in ("check", "memory")):
