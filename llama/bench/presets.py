@@ -262,7 +262,7 @@ def paired(jobs: Sequence[Job]) -> list[Group]:
     return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.seconds for job in one.jobs)))]
 
 
-def table_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+def table_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
     """Yield the cells in pairs, how often rounded weights agree with float32, and, late, steps by context."""
     cells = cells_of(report)
     yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
@@ -281,7 +281,7 @@ def table_groups(report: Report, known: Calibration, room: Callable[[], float]) 
             yield replace(steps_group(cells[0], batch, context_lengths(cells[0].input_len), known), late=True)
 
 
-def sweep_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+def sweep_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
     """Yield the pair of long generations, sizes of caches, steps by context, and steps by batch size."""
     cells, limit = cells_of(report), known.max_seq_len
     yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
@@ -301,7 +301,7 @@ def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibrat
     return Group((Job(name or f"steps at batch {batch}", "steps", asked, 0, seconds, options, of_cell=False),))
 
 
-def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
     """Yield the quality of every kind, which has bytes and times too, then bytes and times by context.
 
     The full cache and the first kind are a pair. All kinds have the same text, which is chosen once: as much as lets
@@ -319,14 +319,14 @@ def kind_groups(report: Report, known: Calibration, room: Callable[[], float]) -
     shortest = len(kinds) * costs(plan["contexts"][:1])
     for amount in () if measured_rows(report, "quality") else AMOUNTS:
         choose_text(plan, amount, known.max_seq_len)
-        if len(kinds) * quality_seconds(plan, known) + shortest <= (1 - SPARED) * room():
+        if len(kinds) * quality_seconds(plan, known) + shortest <= (1 - SPARED) * left():
             break
     seconds = quality_seconds(plan, known)
     yield from grouped(
         [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds, {"plan": plan}) for n, cell in kinds]
     )
     chosen = bool(measured_rows(report, "step"))
-    while len(plan["contexts"]) > 1 and not chosen and len(kinds) * costs(plan["contexts"]) > room():
+    while len(plan["contexts"]) > 1 and not chosen and len(kinds) * costs(plan["contexts"]) > left():
         plan["contexts"].pop()
     each, options = costs(plan["contexts"]), {"contexts": plan["contexts"]}
     yield from grouped(
@@ -353,7 +353,7 @@ def quality_seconds(plan: dict[str, Any], known: Calibration) -> float:
     return seconds
 
 
-def chat_groups(report: Report, known: Calibration, room: Callable[[], float]) -> Iterator[Group]:
+def chat_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
     """Yield the conversations of each engine in both modes, and the prompts that begin alike."""
     plan = report["plan"]
     contexts = [turn["history"] + turn["new"] for turn in plan["turns"]]

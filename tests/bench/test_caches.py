@@ -56,6 +56,7 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     for module in (presets, cache_kind):
         monkeypatch.setattr(module, "DEPTHS", (0.5,))
     monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
+    monkeypatch.setattr(cache_kind, "finds", lambda *_, question_seen=False: question_seen)  # tested in test_needle
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 0.0)
     return jobs_here(monkeypatch, lambda kind, cell: f"{kind} {cell.kv_cache}")
 
@@ -110,7 +111,7 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
             assert one["cache_bytes"] == one["predicted_cache_bytes"]
         assert (row["context"], row["tokens"], row["greedy_tokens"]) == (LENGTH, SCORED, 10)
         assert len(row["step_seconds"]) == STEPS
-        assert (needle["context"], needle["tries"]) == (120, 1)
+        assert (needle["context"], needle["tries"], needle["found"], needle["found_question_seen"]) == (120, 1, 0, 1)
         assert cell_row(report, place)["path"] == row["path"] == "plain"
     static, int8, window, paged, _ = rows_of(report, "quality")
     for row in (static, paged):

@@ -9,7 +9,7 @@ import pytest
 from fakes import write_checkpoint
 from jobs_here import Here, jobs_here, run_of
 
-from llama import Chat, Transformer, cli, load
+from llama import Chat, Transformer, load
 from llama.bench import plan, presets
 from llama.bench.cell import Cell
 from llama.bench.presets import chat_cells, plan_report
@@ -19,7 +19,6 @@ from llama.bench.run.engines import SessionConversation
 from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Row, cell_row, rows_of
 from llama.bench.texts import read_corpus, read_dialog
-from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
 from llama.tokenizer.chat import ChatFormat
 
@@ -258,14 +257,6 @@ def test_a_model_too_short_has_as_many_turns_as_fit(base: Cell, here: Here) -> N
     assert turns_at(len(turns[2].whole) + question) == 2
     with pytest.raises(ValueError, match=r"two turns of which have \d+ tokens, and the model's max_seq_len is 40"):
         turns_at(40)
-
-
-@pytest.mark.slow
-def test_the_command_measures_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_checkpoint(tmp_path / "model", max_seq_len=2048)
-    words = [f"--ckpt_dir={folder}", f"--out={tmp_path / 'out'}", "--budget=0.01", "--kv_cache=paged", "--threads=1"]
-    assert cli.run(script.main, ["--preset=chat", *words]) == 0
-    assert "no room in the budget for batch 16, cache on, paged cache" in capsys.readouterr().out
 
 
 def test_the_conversation_of_the_project_has_ten_turns() -> None:

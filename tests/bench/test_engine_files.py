@@ -1,8 +1,6 @@
 """An engine of a user's own is measured from its file, like a kind of cache."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fakes import write_checkpoint
@@ -12,6 +10,7 @@ from llama import cli
 from llama.bench.cell import Cell
 from llama.bench.presets import variants
 from llama.bench.run import worker
+from llama.bench.run.jobs import run_job
 from llama.bench.run.models import check_cell, engine_class, has_rounded_weights
 from llama.cli import benchmark_inference as script
 
@@ -88,8 +87,16 @@ def test_an_unknown_engine_is_rejected_with_what_exists(own: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_engine_of_a_file_is_measured_in_a_process_of_its_own(own: str, model: str, tmp_path: Path) -> None:
-    words = ["--ckpt_dir", model, "--engine", f"{own}:int8", "--input_len", "5", "--output_len", "3", "--threads", "1"]
-    assert cli.run(script.main, [*words, "--device", "cpu", "--json", str(tmp_path / "cell.json")]) == 0
-    report: Any = json.loads((tmp_path / "cell.json").read_text())
-    assert [row["path"] for row in report["rows"] if row["figures"] == "cell"] == ["counting in int8"]
+def test_an_engine_of_a_file_is_measured_in_a_process_of_its_own(own: str, model: str) -> None:
+    cell = Cell(model=model, engine=own, quantize="int8", input_len=5, output_len=3, threads=1)
+    assert run_job("cell", cell, trace=False)["rows"][0]["path"] == "counting in int8"
+
+
+def test_the_command_gives_the_engine_of_a_file_its_modes(
+    own: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Cell] = []
+    monkeypatch.setattr(script, "print_cell", lambda cell, *_: found.append(cell) or 0)
+    words = ["--ckpt_dir", model, "--engine", f"{own}:int8", "--input_len", "5", "--output_len", "3", "--device", "cpu"]
+    assert cli.run(script.main, words) == 0
+    assert [(cell.engine, cell.quantize, cell.fast) for cell in found] == [(own, "int8", False)]

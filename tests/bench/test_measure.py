@@ -20,7 +20,7 @@ from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
 from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
 from llama.bench.run.models import Opened, find_model, make_cell, random_model
-from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, cache_sizes, context_lengths, step_times
+from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
 from llama.fast.graph_runner import GraphRunner
@@ -579,14 +579,6 @@ def test_a_step_is_repeated_until_it_has_run_long_or_often_enough() -> None:
     assert [_more([slow] * n, model) for n in range(LEAST + 2)] == [True] * LEAST + [False] * 2
     assert _more([quick] * (MOST - 1), model)
     assert not _more([quick] * MOST, model)
-
-
-@pytest.mark.parametrize("kind", ["static", "paged", "int8", "window:9+2"])
-def test_cache_sizes_are_as_predicted(kind: str) -> None:
-    sizes = cache_sizes(tiny_model(dtype=torch.float32, kv_cache=kind), [1, 8, 24], [1, 2, 3])
-    assert [entry["cache_bytes"] for entry in sizes] == [entry["predicted_cache_bytes"] for entry in sizes]
-    if kind == "static":
-        assert sizes[1]["cache_bytes"] == 2 * 2 * 2 * 8 * 8 * 4  # two of two layers, two heads of 8, 8 positions
 
 
 def test_the_grid_goes_up_to_its_end() -> None:

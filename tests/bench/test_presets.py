@@ -13,7 +13,6 @@ import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import Here, jobs_here, run_of
-from native import needs_a_compiler
 
 from llama import cli
 from llama.bench import plan, presets, single
@@ -130,33 +129,6 @@ def test_a_sweep_measures_every_curve_up_to_the_models_limit(base: Cell, tmp_pat
     }
     assert {(row["context"], row["kv_caching"]) for row in timed if row["batch_size"] == 2} == {(6, True), (6, False)}
     assert [len(row["step_seconds"][0]) for row in rows_of(made.report, "cell")] == [4, 4]
-
-
-ENGINES = ["transformers", "llama.cpp", "llama.cpp:int8", "llama:fast", "llama:fast:int8"]
-
-
-@needs_a_compiler
-@pytest.mark.slow
-def test_one_table_holds_every_engine_in_every_mode_that_it_has(
-    base: Cell, here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("llama_cpp")
-    words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
-    words += [word for engine in ENGINES for word in ("--engine", engine)]
-    assert run(*words, "--device", "cpu", "--out", str(tmp_path / "out"), "--budget", "0") == 0
-    (path,) = (tmp_path / "out").glob("*/results.json")
-    report = json.loads(path.read_text())
-    first = [row for row in rows_of(report, "cell") if report["cells"][row["cell"]]["batch_size"] == 1]
-    ran = {(report["cells"][row["cell"]]["kv_caching"], row["path"]) for row in first}
-    assert {path for on, path in ran if on and not path.startswith(("transformers", "llama.cpp"))} == {
-        *("plain", "native", "native, int8 weights")
-    }
-    assert sum(path.startswith("llama.cpp") for on, path in ran) == 2  # with the cache alone
-    assert len(first) == 4 * 2 + 2
-    engines = {row["path"]: report["cells"][row["cell"]]["engine"] for row in first}
-    notes = {row["path"]: row["notes"] for row in first if engines[row["path"]] == "llama.cpp"}
-    assert [any("tokens" in n and "llama-kv" in n for n in note) for note in notes.values()] == [True, False]
-    assert "VIOLATED" not in capsys.readouterr().out
 
 
 # ---- a single cell ---------------------------------------------------------------------------------------------------

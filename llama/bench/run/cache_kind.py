@@ -114,7 +114,7 @@ def is_quantized(cache: Cache, itemsize: int) -> bool:
     """Return whether a filled cache stores keys and values in fewer bits than the model's numbers."""
     return any(
         layer.position_bytes(itemsize) < KVCache.position_bytes(layer, itemsize)
-        and any(held.dtype.itemsize < itemsize for held in layer.held().values())
+        and any(stored.dtype.itemsize < itemsize for stored in layer.held().values())
         for layer in cache.layers
     )
 

@@ -172,11 +172,11 @@ def shared_prompts(tokenizer: TextCodec, plan: dict[str, Any]) -> list[list[int]
 
 
 def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool) -> Row:
-    model, fed, held = engine.model, list[int](), list[int]()
+    model, fed, cached = engine.model, list[int](), list[int]()
 
     def look(_: object, given: tuple[Any, ...], named: dict[str, Any], __: Tensor) -> None:
         fed.append(given[0].numel())
-        held.append(named["cache"].nbytes)
+        cached.append(named["cache"].nbytes)
 
     look.only_looks = True  # type: ignore[attr-defined]
     hook = model.register_forward_hook(look, with_kwargs=True)
@@ -186,7 +186,7 @@ def _first_tokens(engine: LlamaEngine, prompts: list[list[int]], *, share: bool)
     finally:
         hook.remove()
     row: Row = {"figures": "prompts", "way": "shared" if share else "not shared", "ids": [[row[0] for row in ids]]}
-    return {**row, "first_token_seconds": [seconds], "tokens_fed": sum(fed), "cache_bytes": max(held)}
+    return {**row, "first_token_seconds": [seconds], "tokens_fed": sum(fed), "cache_bytes": max(cached)}
 
 
 def _timed(act: Callable[[], Any]) -> tuple[float, Any]:

@@ -19,14 +19,11 @@ CLOSE = 1e-2  # of the largest number: what is stored as given comes back within
 
 @dataclass(frozen=True)
 class Read:
-    """What the next token reads in layer 0, for each KV head: `seen` and `positions`, (n_kv_heads, kv_len).
+    """What the next token reads in layer 0, for each KV head."""
 
-    apart: the largest difference of keys and of values from those that were given, as a part of the largest number.
-    """
-
-    seen: Tensor
-    positions: Tensor
-    apart: tuple[float, float]
+    seen: Tensor  # (n_kv_heads, kv_len)
+    positions: Tensor  # (n_kv_heads, kv_len)
+    errors: tuple[float, float]  # the largest of keys and of values, as a part of the largest number that was given
 
 
 @torch.inference_mode()
@@ -44,9 +41,7 @@ def judge_kind(
 
 
 def read_next(model: Transformer, layer: KVCache, ids: Sequence[int]) -> Read:
-    """Return what a token behind `ids` reads in layer 0. RoPE turns pairs of numbers, so keys are compared by their
-    pairs' norms.
-    """
+    """Return what a token after `ids` reads in layer 0. RoPE rotates pairs of numbers, so their norms are compared."""
     block, args, fed = model.blocks[0], layer.args, len(ids)
     tokens = torch.tensor([[*ids, ids[-1]]], device=model.device)
     x = block.attention_norm(model.tok_embeddings(tokens))
@@ -56,12 +51,12 @@ def read_next(model: Transformer, layer: KVCache, ids: Sequence[int]) -> Read:
     copy = layer.copy()
     keys, values = copy.update(rows, xk[:, -1:], xv[:, -1:])
     seen, places = read_by_last(copy, rows, queries, keys.shape[1])
-    apart = []
+    errors = []
     for given, back in ((_pairs(xk), _pairs(keys)), (xv, values)):
         given, back = given[0].transpose(0, 1), back[0].transpose(0, 1)  # (n_kv_heads, positions, ...)
         wanted = given.take_along_dim(places.clamp(max=fed)[..., None], dim=1)
-        apart.append(float(((back - wanted).abs().amax(-1) * seen).max() / given.abs().max()))
-    return Read(seen, places, (apart[0], apart[1]))
+        errors.append(float(((back - wanted).abs().amax(-1) * seen).max() / given.abs().max()))
+    return Read(seen, places, (errors[0], errors[1]))
 
 
 def _pairs(keys: Tensor) -> Tensor:
@@ -84,11 +79,11 @@ def _dropped(cache: Cache, read: Read, prompt: int, fed: int) -> Row:
 
 def _rounded(read: Read, quantized: bool) -> Row:
     """Do keys and values come back as they were given, and changed if the kind rounds them? Each side on its own."""
-    sides = dict(zip(("keys", "values"), read.apart, strict=True))
-    words = ", ".join(f"{side} differ by {apart:.1g} of the largest" for side, apart in sides.items())
+    sides = dict(zip(("keys", "values"), read.errors, strict=True))
+    words = ", ".join(f"{side} differ by {error:.1g} of the largest" for side, error in sides.items())
     if quantized:
-        return check("rounded", all(1e-6 < apart < 1 for apart in sides.values()), words)
-    return check("rounded", all(apart < CLOSE for apart in sides.values()), words)
+        return check("rounded", all(1e-6 < error < 1 for error in sides.values()), words)
+    return check("rounded", all(error < CLOSE for error in sides.values()), words)
 
 
 def _sees(read: Read, fed: int) -> Row:

@@ -11,7 +11,7 @@ def judge(cell: Cell, run: Run, warm_up: Run, *, max_seq_len: int, reset_seen: t
     return [
         _cache(cell, run),
         _tokens(cell, run),
-        _room(cell, run, max_seq_len),
+        _capacity(cell, run, max_seq_len),
         _length(cell, run),
         _warm_up(cell, warm_up),
         _statistics(reset_seen),
@@ -47,12 +47,12 @@ def _cache(cell: Cell, run: Run) -> Row:
     """Was the cache on or off as asked, by the tokens fed after the prefill and by the cached bytes?"""
     widths = sorted({width for _, width in run.fed[1:]})
     as_fed = None if not widths else (widths == [1]) == cell.kv_caching
-    as_held = None if run.cache_bytes is None else (run.cache_bytes > 0) == cell.kv_caching
-    seen = [fine for fine in (as_fed, as_held) if fine is not None]
+    as_cached = None if run.cache_bytes is None else (run.cache_bytes > 0) == cell.kv_caching
+    seen = [fine for fine in (as_fed, as_cached) if fine is not None]
     fed = "" if not widths else f"{' to '.join(map(str, sorted({widths[0], widths[-1]})))} fed per row and step"
-    held = "" if run.cache_bytes is None else f"{size(run.cache_bytes)} held"
+    cached = "" if run.cache_bytes is None else f"{size(run.cache_bytes)} cached"
     asked = "on" if cell.kv_caching else "off"
-    words = ", ".join(part for part in (fed, held) if part) or "the engine does not show it"
+    words = ", ".join(part for part in (fed, cached) if part) or "the engine does not show it"
     return check("cache", all(seen) if seen else None, f"asked for {asked}; {words}")
 
 
@@ -69,13 +69,13 @@ def _tokens(cell: Cell, run: Run) -> Row:
     return check("tokens", came_out and run.fed == wanted, words)
 
 
-def _room(cell: Cell, run: Run, max_seq_len: int) -> Row:
+def _capacity(cell: Cell, run: Run, max_seq_len: int) -> Row:
     """Did every position fit into the model's limit and into the cache?"""
     last = cell.total_len - 1  # the newest token is never fed
-    held = run.cache_length if cell.kv_caching else None
-    fine = cell.total_len <= max_seq_len and (held is None or held >= last)
-    room = "" if held is None else f", the cache had room for {held}"
-    return check("no overflow", fine, f"{last} positions fed{room}, the model's limit is {max_seq_len}")
+    capacity = run.cache_length if cell.kv_caching else None
+    fine = cell.total_len <= max_seq_len and (capacity is None or capacity >= last)
+    words = "" if capacity is None else f", the cache's capacity is {capacity}"
+    return check("no overflow", fine, f"{last} positions fed{words}, the model's limit is {max_seq_len}")
 
 
 def _length(cell: Cell, run: Run) -> Row:
