@@ -101,8 +101,13 @@ def assert_timed(run: Run, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tied_head": True}, {"head_dim": 16}, {"rope_scaling": RopeScaling(original_max_seq_len=16)}],
-    ids=["plain", "tied", "wide heads", "scaled"],
+    [
+        {"tied_head": True},
+        {"rope_scaling": RopeScaling(original_max_seq_len=16)},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"head_dim": 16}, marks=pytest.mark.slow),
+    ],
+    ids=["tied", "scaled", "plain", "wide heads"],
 )
 def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> None:
     model = model_of(**changes)

@@ -66,7 +66,9 @@ def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
     assert any(note.startswith("stored weights: as the file has them") for note in rows[0]["notes"])
 
 
-@pytest.mark.parametrize("whole", [(), FLOATS], ids=["all blocks", "some in floats"])
+@pytest.mark.parametrize(
+    "whole", [(), pytest.param(FLOATS, marks=pytest.mark.slow)], ids=["all blocks", "some in floats"]
+)
 def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str, ...], tmp_path: Path) -> None:
     cell = Cell(**JOB, model=file_of(tmp_path, whole=whole))
     stored, mapped = (worker.run_cell(one, trace=True)["rows"] for one in (cell, cell.but(repack=False)))
