@@ -251,9 +251,8 @@ def test_200_000_draws_never_leave_the_support() -> None:
     chosen = set(sample(logits.expand(len(draws), -1), draws, sampling).tolist())
     assert not chosen & {0, 1, 39}
     sampling = Sampling(temperature=1, top_p=0.8, top_k=9, min_p=0.02)
-    assert set(sample(logits.expand(len(draws), -1), draws, sampling).tolist()) == set(
-        oracle(logits[0].tolist(), sampling)
-    )
+    some = draws[:20_000]
+    assert {*sample(logits.expand(len(some), -1), some, sampling).tolist()} == {*oracle(logits[0].tolist(), sampling)}
 
 
 # ---- greedy, and the limits of numbers -------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def test_every_text_of_many_threads_is_what_it_is_alone(model: Transformer, requ
     before, end = sys.getswitchinterval(), time.monotonic() + seconds
 
     def go(work: Work) -> None:
-        while work.done < 12 or time.monotonic() < end:
+        while work.done < 8 or time.monotonic() < end:
             work.step()
 
     sys.setswitchinterval(1e-4)

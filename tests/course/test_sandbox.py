@@ -60,7 +60,7 @@ def submission(folder: Path, code: str | None) -> Path:
     return folder
 
 
-SOME = ("loops", "forks", "prints", "takes memory", "deletes its files", "leaves at once", "writes results of its own")
+SOME = ("loops", "forks", "takes memory", "deletes its files", "writes results of its own")
 
 
 @pytest.mark.parametrize(

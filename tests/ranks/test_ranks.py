@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,8 @@ def free_port() -> str:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_ranks_have_the_logits_and_texts_of_one_process(folder: Path) -> None:
-    """Forked from this process, which has imported PyTorch, instead of started by torchrun."""
+    """Forked from this process, which has imported what ranks need, instead of started by torchrun."""
+    import_module("fairscale.nn.model_parallel")
     context, port = multiprocessing.get_context("fork"), free_port()
     ranks = [context.Process(target=ranks_child.run_fork, args=(folder, rank, 2, port)) for rank in range(2)]
     for rank in ranks:

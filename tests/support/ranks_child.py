@@ -117,10 +117,13 @@ def without_exact_mode_some_bits_differ(job: Job) -> None:
 @case
 def texts_are_those_of_one_process(job: Job) -> None:
     cut, whole = job.both(torch.float64)
-    for kv_caching in (True, False):
-        for options in ({"temperature": 0.0}, {"temperature": 0.9, "seed": 3}, {"repetition_penalty": 1.3, "seed": 1}):
-            made = [m.generate_tokens(PROMPTS, 12, kv_caching=kv_caching, **options)[0] for m in (cut, whole)]
-            assert made[0] == made[1], (kv_caching, options)
+    for kv_caching, options in (
+        (True, {"temperature": 0.0}),
+        (False, {"temperature": 0.9, "seed": 3}),
+        (True, {"repetition_penalty": 1.3, "seed": 1}),
+    ):
+        made = [m.generate_tokens(PROMPTS, 8, kv_caching=kv_caching, **options)[0] for m in (cut, whole)]
+        assert made[0] == made[1], (kv_caching, options)
 
 
 @case
