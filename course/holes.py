@@ -153,6 +153,6 @@ HOLES = (
         3,
         "take memory on first use, write xk and xv where they belong, and return all keys and values up to there.",
     ),
-    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("room", "fits", "_grow")),
-    *(Hole(CONTRACT, f"KVCache.{name}", _whole, _leave_out) for name in ("_write", "_enlarge")),
+    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("prepare", "room", "fits")),
+    *(Hole(CONTRACT, f"KVCache.{name}", _whole, _leave_out) for name in ("_write", "_grow", "_enlarge")),
 )

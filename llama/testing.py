@@ -177,7 +177,7 @@ def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
     alone, begun = model.new_cache(), 43
     model(tokens[:1, :begun], Rows.at([0], [begun], prompt_ends=True), cache=alone)
     cuts = range(begun, tokens.shape[1])
-    each = torch.cat([stepped(model, row, cuts, alone.copy()) for row in tokens.split(1)])
+    each = torch.cat([stepped(model, row, cuts, alone.copy()) for row in torch.split(tokens, 1)])
     for rows in (1, 4):
         cache = model.new_cache()
         lengths = [begun, *[5] * (rows - 1)]

@@ -1,14 +1,14 @@
 """A cache as native code reads and writes it in place: the addresses of the layers' buffers.
 
-The checks and allocations of a kind's `update` are done here, by the kind's own methods. Knows the kinds that native
-code serves; the native forward knows addresses and sizes only.
+A kind prepares its own memory and describes it, see `KVCache.native_layout`. Knows the contract, and which classes
+native code serves; the native forward knows addresses and sizes only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import Array
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add, is_, sub
+from itertools import pairwise
+from operator import is_
 from typing import cast
 
 import torch
@@ -18,36 +18,25 @@ from llama.fast.fingerprint import TensorLayout
 from llama.fast.native_description import check_tensor
 from llama.fast.native_structs import Groups, LayerCache, NativeModel
 from llama.fast.supported import Unsupported, check_attributes
-from llama.kv_cache import (
-    Cache,
-    Int4Cache,
-    Int8Cache,
-    KiviCache,
-    KVCache,
-    PagedCache,
-    QuestCache,
-    RotatedCache,
-    ScoredCache,
-    StaticCache,
-)
-from llama.kv_cache.counting import CountingCache
+from llama.kv_cache import Cache, KVCache, NativeLayout, ScoredCache, StaticCache
 from llama.kv_cache.names import read_kind
-from llama.kv_cache.paged import BLOCK
-from llama.kv_cache.quantized import QuantizedCache
-from llama.kv_cache.quest import PAGE
 from llama.rope import RopeTable
 from llama.rows import Rows
 
+
+def _of_this_library(kind: type[KVCache]) -> Iterator[type[KVCache]]:
+    """Yield the subclasses of a kind, in the order of their definition."""
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("llama."):
+            yield one
+            yield from _of_this_library(one)
+
+
 # The kinds that are served, and their numbers in `native/forward.cpp`. ScoredCache stands for subclasses: `served_as`.
-KINDS: dict[type[KVCache], int] = {
-    StaticCache: 1,
-    Int8Cache: 2,
-    Int4Cache: 2,
-    RotatedCache: 2,
-    KiviCache: 2,
-    PagedCache: 3,
-    ScoredCache: 4,
-    QuestCache: 5,
+KINDS = {
+    kind: kind.native
+    for kind in sorted(_of_this_library(KVCache), key=lambda kind: kind.native)
+    if "native" in vars(kind)
 }
 _NAMES = {kind: frozenset(dir(kind)) for kind in KINDS}  # of methods and settings
 # What a subclass of ScoredCache may define: which positions are kept, as a prompt ends, and what describes the kind.
@@ -76,71 +65,18 @@ class CacheRoom:
     pages: int
 
 
-class _Tables:
-    """The layers' block tables as native code reads them; for later calls too, if all layers have the same tables."""
-
-    def __init__(self, caches: Sequence[PagedCache], layers: Iterable[LayerCache]) -> None:
-        self.width = max((len(table) for cache in caches for table in cache.tables), default=0)
-        self._memory: list[Tensor] = []
-        alike = all(cache.tables == caches[0].tables for cache in caches)
-        self._tables = [list(table) for table in caches[0].tables] if caches and alike else []
-        for layer, cache in zip(layers, caches, strict=True):
-            if not (alike and self._memory):
-                padded = [[*table, *[0] * (self.width - len(table))] for table in cache.tables]
-                self._memory.append(torch.tensor(padded, dtype=torch.int32, device="cpu"))
-                low, high = self._memory[-1].aminmax()
-                if cache.keys is None or not 0 <= int(low) <= int(high) < len(cache.keys):
-                    raise Unsupported("a table names a block that is not in the pool")
-            layer.table = self._memory[-1].data_ptr()
-
-    def serve(self, caches: Sequence[PagedCache], rows: Rows) -> bool:
-        """Return True if every row has the blocks that the call writes, and shares none of them."""
-        whole = all(cache.tables == self._tables and not cache.pool.changing for cache in caches)
-        if len(self._tables) < len(rows.starts) or not whole:
-            return False
-        written: set[int] = set()
-        for table, start, length in zip(self._tables, rows.starts, rows.lengths, strict=False):
-            end = -(-(start + length) // BLOCK)
-            if end > len(table):
-                return False
-            written.update(table[start // BLOCK : end])
-        return all(cache.pool.shares[block] == 1 for cache in caches for block in written)
-
-
-class _Runs:
-    """Where the runs of kept keys of every layer begin, and the position of each row's first slot."""
-
-    def __init__(self, caches: Sequence[ScoredCache], layers: Iterable[LayerCache]) -> None:
-        self._counts = [[list(row) for row in cache._counts] for cache in caches]
-        bases = list(caches[0]._bases) if caches else []
-        self.bases, self.memory = torch.tensor(bases, dtype=torch.int64, device="cpu"), list[Tensor]()
-        for layer, cache, counts in zip(layers, caches, self._counts, strict=True):
-            ends = list(accumulate((count for row in counts for count in row), initial=0))
-            whole = len(counts) == len(bases) and ends[-1] == len(cast(Tensor, cache.kept_keys))
-            if not whole or not all(
-                len(row) == cache.args.n_kv_heads and 0 <= min(row) <= max(row) <= base
-                for row, base in zip(counts, bases, strict=True)
-            ):
-                raise Unsupported("the counts of a layer's kept keys are not those of its keys")
-            self.memory.append(torch.tensor(ends, dtype=torch.int64, device="cpu"))
-            layer.runs = self.memory[-1].data_ptr()
-
-    def same(self, caches: Sequence[ScoredCache]) -> bool:
-        """Return True if the caches have the same runs, and the same bases."""
-        return self._counts == [cache._counts for cache in caches] and self.bases.tolist() == caches[0]._bases
-
-
 class NativeCache:
-    """The addresses of one cache's buffers, which are written again whenever a buffer has moved."""
+    """The addresses of one cache's buffers, which are written again whenever a layer has another layout."""
 
     def __init__(self) -> None:
         self._layout: TensorLayout | None = None
+        self._layouts: list[NativeLayout | None] = []
         self._sizes: tuple[int, ...] = ()  # of the model
-        self._groups: tuple[int, ...] = ()  # see `Groups`; () for kinds without groups
         self._names: Sequence[str] = ()
-        self._slots = self._pages = 0
+        self._slots = 0
         self._layers = (LayerCache * 0)()
-        self._tables, self._runs = _Tables([], []), _Runs([], [])
+        self._index: list[Tensor] = []  # tables or runs, at the layers' addresses
+        self._bases: Tensor | None = None
 
     def reserve(self, model: NativeModel, cache: Cache, rows: Rows, *, whole: bool) -> CacheRoom:
         """Allocate in every layer what a call will write. Raises Unsupported, and the errors of `update`.
@@ -149,122 +85,69 @@ class NativeCache:
         """
         layers, kind = cache.layers, served_as(type(cache.layers[0]))
         assert kind is not None  # see `check_cache`
-        if issubclass(kind, StaticCache):
-            self._reserve_static(model, cast(list[StaticCache], layers), rows, whole=whole)
-        elif kind is PagedCache:
-            self._reserve_blocks(model, cast(list[PagedCache], layers), rows, whole=whole)
-        elif kind is ScoredCache:
-            self._reserve_behind(model, cast(list[ScoredCache], layers), rows)
-        else:
-            self._reserve_groups(model, cast(list[QuantizedCache], layers), rows)
-        buffers, bases = cast(list[Tensor], self._buffers(layers)), self._runs.bases if kind is ScoredCache else None
-        held = [*buffers, *self._runs.memory]
-        return CacheRoom(KINDS[kind], self._slots, self._layers, Groups(*self._groups), held, bases, self._pages)
+        if layers[0].observes and (rows.width > 1 or 0 in rows.starts or rows.prompt_ends):
+            raise _observes(layers[0])
+        if any(layer.ends != layers[0].ends for layer in layers):
+            raise Unsupported("the layers' caches were written up to different positions")
+        like = torch.empty((1, 1, model.kv_heads, model.head_dim), dtype=model.dtype, device="cpu")
+        for layer in layers:
+            layer.prepare(rows, like)
+        layouts = [layer.native_layout(like) for layer in layers]
+        if issubclass(kind, StaticCache) and len({layout and layout.slots for layout in layouts}) > 1:
+            longest = max(layout.slots for layout in layouts if layout)  # an earlier call has grown some layers
+            for layer in layers:
+                cast(StaticCache, layer).room(len(rows.starts), longest, like=like)
+            layouts = [layer.native_layout(like) for layer in layers]
+        first = layouts[0]
+        if first is None or None in layouts:
+            raise _observes(layers[0])
+        if whole and first.table and any(length < rows.width for length in rows.lengths):
+            raise Unsupported("a paged cache does not store padding, and the logits of padding were asked for")
+        if not (layouts == self._layouts and self._unchanged(model, layers)):
+            self._write(model, layers, cast(list[NativeLayout], layouts))
+        for layer in layers:
+            layer.record(rows)
+        buffers = [*cast(list[Tensor], self._buffers(layers)), *self._index]
+        groups = Groups(*first.groups)
+        return CacheRoom(KINDS[kind], self._slots, self._layers, groups, buffers, self._bases, first.pages)
 
     def moved(self, cache: Cache, room: CacheRoom) -> bool:
         """Return True if the cache has other buffers than `room`: another text of its pool may replace them."""
         return not all(map(is_, self._buffers(cache.layers), room.buffers))
-
-    def _reserve_static(self, model: NativeModel, caches: list[StaticCache], rows: Rows, *, whole: bool) -> None:
-        first, bsz = caches[0], len(rows.starts)
-        length = rows.end if whole else max(map(add, rows.starts, rows.lengths))
-        if not (self._unchanged(model, caches) and first.fits(bsz, length)):
-            like = _like(model)
-            held = [cache.room(bsz, length, like=like)[0].shape[:2] for cache in caches]
-            rows_held, length_held = map(max, zip(*held, strict=True))
-            for cache, size in zip(caches, held, strict=True):
-                if size != (rows_held, length_held):  # an earlier call stopped when some layers had grown
-                    cache._enlarge(cache.sizes(rows_held, length_held, like), like.device)
-            self._write(model, caches, [first.sizes(rows_held, length_held, like)] * len(caches))
-        if isinstance(first, QuestCache):
-            if len({cache.positions for cache in cast(list[QuestCache], caches)}) > 1:
-                raise Unsupported("the layers' caches read different numbers of positions")
-            self._pages = min(first.positions // PAGE, -(-self._slots // PAGE))
-
-    def _reserve_groups(self, model: NativeModel, caches: list[QuantizedCache], rows: Rows) -> None:
-        first, bsz = caches[0], len(rows.starts)
-        if any(cache._ends != first._ends for cache in caches):
-            raise Unsupported("the layers' caches were written up to different positions")
-        groups = _groups(first)
-        if any(_groups(cache) != groups for cache in caches):
-            raise Unsupported("the layers' caches quantise differently")
-        first._refuse_what_is_gone(rows.starts)
-        first.args.check_room(bsz, rows.end)
-        codes = first.key_codes
-        fits = codes is not None and codes.shape[0] >= bsz and cast(int, first.slots) >= rows.end
-        if not (fits and self._groups == groups and self._unchanged(model, caches)):
-            like = _like(model)
-            for cache in caches:
-                cache._take(bsz, rows.end, like=like)
-            assert first.key_codes is not None
-            rows_held, groups_held = first.key_codes.shape[:2]
-            self._write(model, caches, [first.sizes(rows_held, groups_held, like)] * len(caches))
-            self._groups = groups
-        for cache in caches:
-            cache._note_ends(rows.starts, rows.lengths)
-
-    def _reserve_blocks(self, model: NativeModel, caches: list[PagedCache], rows: Rows, *, whole: bool) -> None:
-        if whole and any(length < rows.width for length in rows.lengths):
-            raise Unsupported("a paged cache does not store padding, and the logits of padding were asked for")
-        if self._unchanged(model, caches) and self._tables.serve(caches, rows):
-            return
-        caches[0].args.check_room(len(rows.starts), rows.end)
-        like = _like(model)
-        for cache in caches:
-            cache._take(rows.starts, rows.lengths, like=like)
-        pools = [(len(cast(Tensor, cache.keys)), BLOCK, *like.shape[2:]) for cache in caches]
-        self._write(model, caches, [dict.fromkeys(("keys", "values"), (shape, like.dtype)) for shape in pools])
-        tables = _Tables(caches, self._layers)
-        self._slots = tables.width
-        self._tables = tables  # last: if it is set, all is
-
-    def _reserve_behind(self, model: NativeModel, caches: list[ScoredCache], rows: Rows) -> None:
-        first, bsz = caches[0], len(rows.starts)
-        step = rows.width == 1 and 0 not in rows.starts and not rows.prompt_ends
-        if not step or any(cache.kept_keys is None for cache in caches):
-            raise Unsupported(
-                f"kv_cache={first.args.kv_cache!r} observes the attention of a prompt",
-                instead="the plain path runs prompts, and native code the steps after them",
-            )
-        if any((cache._ends, cache._bases) != (first._ends, first._bases) for cache in caches):
-            raise Unsupported("the layers' caches were written up to, or compressed at, different positions")
-        first._refuse_what_is_gone(rows.starts)
-        first.args.check_room(bsz, rows.end)
-        behind, held = first._behind(rows), (0, 0) if first.keys is None else first.keys.shape
-        fits = held[0] >= bsz and held[1] >= behind.end
-        if not (fits and self._unchanged(model, caches) and self._runs.same(caches)):
-            like = _like(model)
-            for cache in caches:
-                cache._take(bsz, behind.end, like=like)
-            rows_held, length = cast(Tensor, first.keys).shape[:2]
-            behind_sizes = first.sizes(rows_held, length, like)
-            kept = [(len(cast(Tensor, cache.kept_keys)), model.head_dim) for cache in caches]
-            names = ("kept_keys", "kept_values")
-            self._write(model, caches, [behind_sizes | dict.fromkeys(names, (shape, like.dtype)) for shape in kept])
-            self._runs = _Runs(caches, self._layers)
-        for cache in caches:
-            cache._note_ends(rows.starts, rows.lengths)
-            cache._note_call(behind)
 
     def _unchanged(self, model: NativeModel, caches: Sequence[KVCache]) -> bool:
         """Return True if the addresses are those of the buffers, for a model of these sizes."""
         known = self._layout is not None and self._sizes == _sizes(model)
         return known and cast(TensorLayout, self._layout).same(self._buffers(caches))
 
-    def _write(
-        self,
-        model: NativeModel,
-        caches: Sequence[KVCache],
-        sizes: Sequence[dict[str, tuple[Sequence[int], torch.dtype]]],
-    ) -> None:
-        """Write the addresses of each layer's buffers, which must have these shapes and dtypes."""
-        self._layout, self._names = None, list(sizes[0])
-        self._tables, self._runs = _Tables([], []), _Runs([], [])  # not of the new array
+    def _write(self, model: NativeModel, caches: Sequence[KVCache], layouts: list[NativeLayout]) -> None:
+        """Write the addresses of each layer's buffers, after checks of all that native code relies on."""
+        first = layouts[0]
+        for name in ("bases", "groups", "pages") if first.table else ("slots", "bases", "groups", "pages"):
+            if any(getattr(layout, name) != getattr(first, name) for layout in layouts):
+                raise Unsupported(f"the layers' caches differ in their {name}")
+        self._layout, self._names, self._index = None, list(first.buffers), []
+        self._slots = max(layout.slots for layout in layouts)
         self._layers = (LayerCache * len(caches))()  # a new array: an earlier call may still read the old one
-        for layer, cache, own in zip(self._layers, caches, sizes, strict=True):
-            for name, (shape, dtype) in own.items():
+        before: NativeLayout | None = None
+        for layer, cache, layout in zip(self._layers, caches, layouts, strict=True):
+            for name, (shape, dtype) in layout.buffers.items():
                 setattr(layer, name, check_tensor(getattr(cache, name), shape, dtype))
-        self._sizes, self._slots = _sizes(model), next(iter(sizes[0].values()))[0][1]
+            most = next(iter(layout.buffers.values()))[0][0]
+            if layout.table:
+                if before is None or layout.table != before.table:  # all layers may have one table
+                    padded = [[*row, *[0] * (self._slots - len(row))] for row in layout.table]
+                    self._index.append(torch.tensor(padded, dtype=torch.int32, device="cpu"))
+                if not all(0 <= block < most for row in layout.table for block in row):
+                    raise Unsupported("a table names a block that is not in the pool")
+                layer.table = self._index[-1].data_ptr()
+            elif layout.runs:
+                _check_runs(layout, model.kv_heads)
+                self._index.append(torch.tensor(layout.runs, dtype=torch.int64, device="cpu"))
+                layer.runs = self._index[-1].data_ptr()
+            before = layout
+        self._bases = torch.tensor(first.bases, dtype=torch.int64, device="cpu") if first.bases else None
+        self._sizes, self._layouts = _sizes(model), list(layouts)
         self._layout = TensorLayout(cast(list[Tensor], self._buffers(caches)))  # last: if it is set, all is
 
     def _buffers(self, caches: Sequence[KVCache]) -> list[Tensor | None]:
@@ -272,7 +155,7 @@ class NativeCache:
 
 
 def served_as(kind: type[KVCache]) -> type[KVCache] | None:
-    """Return the class in KINDS that stores and returns what this one does; None if there is none."""
+    """Return the class in KINDS whose native code also serves `kind`, or None."""
     if kind in KINDS or not issubclass(kind, ScoredCache) or kind.every_step:
         return kind if kind in KINDS else None
     own = {name for base in kind.__mro__[: kind.__mro__.index(ScoredCache)] for name in vars(base)}
@@ -308,37 +191,25 @@ def _unknown(cache: KVCache) -> str:
     return f"{name} has no fast step; these kinds have one: {', '.join(served)}"
 
 
-def steps_left(cache: Cache, starts: Sequence[int]) -> int:
-    """Return the number of steps that can follow a step at `starts` in the allocated memory, one token a row each.
-
-    Holds if the same rows are fed and no other code changes the cache.
-    """
-    first = cache.layers[0]
-    if isinstance(first, PagedCache):  # up to the end of the first block that is full
-        return min(-(start + 1) % BLOCK for start in starts)
-    if isinstance(first, ScoredCache):
-        left: int = cast(Tensor, first.keys).shape[1] - max(map(sub, starts, first._bases)) - 1
-        return left
-    slots = first.slots
-    assert slots is not None
-    return slots - max(starts) - 1
-
-
 def stored_ends(cache: Cache) -> list[list[int]]:
     """Return the lists in which the layers store the end of each row; a step without `reserve` updates them."""
-    return [layer._ends for layer in cache.layers if isinstance(layer, CountingCache)]
+    return [layer.ends for layer in cache.layers if layer.ends is not None]
 
 
-def _groups(cache: QuantizedCache) -> tuple[int, ...]:
-    """Return the fields of `Groups`."""
-    bits, sizes = (cache.key_bits, cache.value_bits), (cache.group, cache.window, cache.sinks, cache.value_parts)
-    return *bits, *sizes, cache.unrotated, cache.rotates_values
+def _observes(cache: KVCache) -> Unsupported:
+    return Unsupported(
+        f"kv_cache={cache.args.kv_cache!r} observes the attention of a prompt",
+        instead="the plain path runs prompts, and native code the steps after them",
+    )
+
+
+def _check_runs(layout: NativeLayout, heads: int) -> None:
+    """Raise Unsupported unless each row and head has a run, all runs are those of the keys, and none is too long."""
+    counts = [end - begin for begin, end in pairwise(layout.runs)]
+    whole = len(counts) == len(layout.bases) * heads and layout.runs[-1] == layout.buffers["kept_keys"][0][0]
+    if not whole or not all(0 <= count <= layout.bases[i // heads] for i, count in enumerate(counts)):
+        raise Unsupported("the counts of a layer's kept keys are not those of its keys")
 
 
 def _sizes(model: NativeModel) -> tuple[int, ...]:
     return model.bfloat16, model.kv_heads, model.head_dim, model.layer_count
-
-
-def _like(model: NativeModel) -> Tensor:
-    """Return an empty tensor with the shape and dtype of the model's keys for one token."""
-    return torch.empty((1, 1, model.kv_heads, model.head_dim), dtype=model.dtype, device="cpu")

@@ -16,7 +16,7 @@ from llama.args import Refused
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
-from llama.fast.native_caches import NativeCache, check_cache, steps_left, stored_ends
+from llama.fast.native_caches import NativeCache, check_cache, stored_ends
 from llama.fast.native_call import NativeCall, NativeForward, NativeSampler, choice_by
 from llama.fast.native_description import check_tensor, describe
 from llama.fast.native_structs import NativeModel
@@ -249,7 +249,7 @@ class NativeStepper(PlainStepper):
         if call is None or call.cache is None or not call.can_repeat:
             return False
         self._call, self._room, self._described = call, call.cache, call.described
-        self._left = min(steps_left(self._cache, rows.starts), call.positions - rows.end)
+        self._left = min(self._cache.layers[0].steps_left(rows.starts), call.positions - rows.end)
         self._ends, self._shared = stored_ends(self._cache), any(layer.shares_memory for layer in self._cache.layers)
         self._sampler = NativeSampler(self._runner.run, call, self.batch)
         self.batch.maybe_changed = False

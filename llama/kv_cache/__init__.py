@@ -3,7 +3,7 @@
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.cache import Cache
 from llama.kv_cache.concat import ConcatCache
-from llama.kv_cache.contract import KVCache, check_lossless, use_kind
+from llama.kv_cache.contract import KVCache, NativeLayout, check_lossless
 from llama.kv_cache.fp8 import Fp8Cache
 from llama.kv_cache.names import cache_kind
 from llama.kv_cache.paged import PagedCache
@@ -23,6 +23,7 @@ __all__ = [
     "Int8Cache",
     "KVCache",
     "KiviCache",
+    "NativeLayout",
     "PagedCache",
     "QuestCache",
     "RotatedCache",
@@ -32,5 +33,4 @@ __all__ = [
     "WindowCache",
     "cache_kind",
     "check_lossless",
-    "use_kind",
 ]

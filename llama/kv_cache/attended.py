@@ -18,9 +18,13 @@ BLOCK = 256  # queries
 class Attended:
     """The argument of `KVCache.observe`.
 
-    module: the layer's `Attention`. rows: the rows of the call. x: the layer's normed input, (bsz, seqlen, dim). xq:
-    the queries after RoPE, (bsz, seqlen, n_heads, head_dim). keys, values: the result of `update`, (bsz, kv_len,
-    n_kv_heads, head_dim). visible: the result of `visible`. scoring: what else the scores depend on.
+    module: the layer's `Attention`.
+    rows: the rows of the call.
+    x: the layer's normed input, (bsz, seqlen, dim).
+    xq: the queries after RoPE, (bsz, seqlen, n_heads, head_dim).
+    keys, values: the result of `update`, (bsz, kv_len, n_kv_heads, head_dim).
+    visible: the result of `visible`.
+    scoring: what the scores depend on besides queries and keys.
     """
 
     module: Any

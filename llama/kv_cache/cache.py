@@ -28,9 +28,10 @@ TAKEN = (
 
 
 class Source(NamedTuple):
-    """What computed the contents of a cache, as far as it decides their numbers.
+    """Identify what computed the contents of a cache, as far as it decides their numbers.
 
-    weights: equal for all models with the same weights. exact: False, or a name of what decides exact mode's bits.
+    weights: equal for all models with the same weights.
+    exact: False, or a name of what decides exact mode's bits.
     """
 
     weights: object
@@ -44,10 +45,12 @@ class Cache:
 
     A cache serves one call at a time. A second call during the first one raises RuntimeError, in any thread. Two
     threads that take turns on one cache mix their texts, and this class cannot detect that: use one cache per text.
-    kind: the name that the cache was made by. bound: the most positions that it stores; None if there is no limit.
-    whole_prompt: what it stores depends on how a prompt is cut into calls.
-    source: the source of its keys and values; None before the first call. failed_at: the first position that a change
-    which did not end may have written, such as a call that raised; None if all of them ended.
+
+    kind: the name that the cache was made by.
+    bound: the most positions that it stores; None if there is no limit.
+    whole_prompt: whether its contents depend on how a prompt is cut into calls.
+    source: the source of its keys and values; None before the first call.
+    failed_at: the first position that a change which did not end, such as a failed call, may have written; or None.
     """
 
     def __init__(self, layers: Sequence[KVCache], kind: str) -> None:

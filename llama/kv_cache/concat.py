@@ -17,8 +17,8 @@ class ConcatCache(KVCache, kind="concat"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
+        self.prepare(rows, xk)
         bsz = len(rows.starts)
-        self.args.check_room(bsz, rows.end)
         self._check_gap(max(rows.starts), rows=bsz)
         if self.keys is not None and self.keys.shape[0] < bsz:
             self.free()  # more rows than before: a new batch, from position 0

@@ -14,21 +14,46 @@ To add a kind, subclass KVCache in a file of your own and choose it by name (doc
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs, Refused
 from llama.kv_cache.attended import Attended
-from llama.kv_cache.names import cache_kind, read_kind
+from llama.kv_cache.names import read_kind
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 
 
+class NativeLayout(NamedTuple):
+    """What native code reads of one layer's cache; see `KVCache.native_layout`.
+
+    buffers: the shape and dtype that each tensor must have, by the name of its attribute.
+    slots: the size of a row in `buffers`: positions, groups, or blocks in its table.
+    table: the blocks of each row, of a kind with a pool of blocks.
+    bases: the position of each row's first token in `keys`, of a kind that compresses prompts.
+    runs: where the kept keys of each row and KV head begin, and the end of the last ones, of such a kind.
+    groups: the fields of `Groups` in llama/fast/native_library.py, of a quantised kind.
+    pages: how many pages a step reads, of a kind that chooses them.
+    """
+
+    buffers: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    slots: int
+    table: Sequence[Sequence[int]] = ()
+    bases: Sequence[int] = ()
+    runs: Sequence[int] = ()
+    groups: tuple[int, ...] = ()
+    pages: int = 0
+
+
 class KVCache:
     """The contract: store new keys and values at their positions, and return all that attention may read.
+
+    You write       update
+    You may write   configure, visible, key_positions, observe; truncate, predicted_bytes; the class attributes below
+    Others call     reserve, free, copy, select_rows, repeat_first_row, state, restore; native code: prepare, record
+    Given           check, prepare, rotated; args, layer, rope, reserved
 
     Class attributes describe a kind:
         lossless: `update` returns exactly the keys and values that were stored, and drops none.
@@ -39,6 +64,7 @@ class KVCache:
         whole_prompt: what is stored depends on how a prompt is cut into calls.
         keeps_past: an `update` that stopped anywhere has left the positions before its starts as they were.
         form, default: what PARAMS looks like, and its value if it is left out; for `python -m llama.kv_cache`.
+        native: the number by which native/forward.cpp knows what this class stores, and no subclass; 0: it does not.
 
     Every tensor attribute without a leading underscore is stored memory: it is counted, freed, copied and saved.
     `layer` is the layer's number, out of `args.n_layers`. `rope` has the model's angles, for kinds that rotate keys.
@@ -56,6 +82,7 @@ class KVCache:
     keeps_past: ClassVar[bool] = False
     form: ClassVar[str] = ""
     default: ClassVar[str] = ""
+    native: ClassVar[int] = 0
     bound: int | None = None
     keys: Tensor | None
     values: Tensor | None
@@ -189,6 +216,32 @@ class KVCache:
         """The positions of a row for which memory is allocated; None if that is not one number for all rows."""
         return None if self.keys is None or self.key_positions() is not None else self.keys.shape[1]
 
+    # ---- what `update` does before and after it writes; native code calls it, too ------------------------------------
+
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        """Allocate what a call writes, for keys in the dtype and on the device of `like`.
+
+        `update` calls this before it writes; a second call for the same rows changes nothing. Raises Refused for rows
+        that cannot be stored.
+        """
+        self.args.check_room(len(rows.starts), rows.end)
+
+    def record(self, rows: Rows) -> None:
+        """Note that the tokens of a call are stored; for kinds that count them."""
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        """Return what native code reads after `prepare`; None if it cannot compute a call in this state."""
+        return None
+
+    @property
+    def ends(self) -> list[int] | None:
+        """The position behind each row's last token, a list that native steps update; None if the kind counts none."""
+        return None
+
+    def steps_left(self, starts: Sequence[int]) -> int:
+        """Return how many steps, of one token a row, can follow a step at `starts` in the memory that is allocated."""
+        return 0 if self.slots is None else self.slots - max(starts) - 1
+
     # ---- rows and positions ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()  # a kind may store tensors that were made in it, which can be written nowhere else
@@ -243,9 +296,9 @@ class KVCache:
         vars(self).update(state)
 
     def written(self, name: str, length: int) -> int | None:
-        """Return the size of a stored tensor's second dimension that a text of `length` positions has written.
+        """Return how many entries of a tensor's second dimension a text of `length` positions uses; None if all.
 
-        `state` leaves the rest out, and `restore` accepts exactly this size. None: all of it, and any size.
+        `state` saves so many, and `restore` requires so many.
         """
         return None
 
@@ -309,6 +362,20 @@ class KVCache:
                 has, should = found.get(name, "absent"), wanted.get(name, "absent")
                 raise ValueError(f"{name} of a cache should be {should}, but is {has}")
 
+    def _grow(self, rows: int, size: int, like: Tensor, *, most: int, reserved: int, of: str = "keys") -> None:
+        """Allocate buffers in which the tensor `of` is at least `rows` x `size`, and the first time `reserved`.
+
+        A size that grows doubles, up to `most`: otherwise every step would copy the text.
+        """
+        stored = getattr(self, of)
+        stored_rows, stored_size = (0, 0) if stored is None else stored.shape[:2]
+        if stored_rows >= rows and stored_size >= size:
+            return
+        if 0 < stored_size < size:
+            size = max(size, min(2 * stored_size, most))
+        sizes = self.sizes(max(rows, stored_rows, self.reserved[0]), max(size, stored_size, reserved), like)
+        self._enlarge(sizes, like.device)
+
     def _enlarge(self, sizes: dict[str, tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
         """Move the named buffers into larger ones of these shapes and dtypes, all at once. An error moves none."""
         made = {name: self._allocate(shape, dtype, device) for name, (shape, dtype) in sizes.items()}
@@ -371,14 +438,6 @@ def last_call(prompts: Sequence[int], ends: Sequence[int]) -> tuple[int, int]:
     steps = [end - prompt for prompt, end in zip(prompts, ends, strict=True)]
     last = [end for end, count in zip(ends, steps, strict=True) if count == max(steps)]
     return len(last), max(last)
-
-
-def use_kind(caches: Sequence[KVCache], text: str, *, exact: bool) -> list[KVCache]:
-    """Return an empty cache of the named kind for each cache. Raises ValueError for a lossy kind if `exact`."""
-    made = [KVCache.of(replace(cache.args, kv_cache=cache_kind(text))) for cache in caches]
-    if exact:
-        check_lossless(made)
-    return made
 
 
 def check_lossless(caches: Sequence[KVCache]) -> None:

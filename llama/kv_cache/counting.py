@@ -1,6 +1,7 @@
 """The base of kinds that count how far each row was written, because the place of a position depends on it."""
 
 from collections.abc import Mapping, Sequence
+from operator import add
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from llama.args import ModelArgs, Refused
 from llama.kv_cache.contract import KVCache
 from llama.rope import RopeTable
+from llama.rows import Rows
 
 
 class CountingCache(KVCache):
@@ -61,5 +63,13 @@ class CountingCache(KVCache):
             if why is not None:
                 raise Refused(why)
 
-    def _note_ends(self, starts: Sequence[int], real: Sequence[int]) -> None:
-        self._ends[: len(starts)] = [start + count for start, count in zip(starts, real, strict=True)]
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        self._refuse_what_is_gone(rows.starts)
+        super().prepare(rows, like)
+
+    def record(self, rows: Rows) -> None:
+        self._ends[: len(rows.starts)] = map(add, rows.starts, rows.lengths)
+
+    @property
+    def ends(self) -> list[int]:
+        return self._ends

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs, Refused
-from llama.kv_cache.contract import KVCache
+from llama.kv_cache.contract import KVCache, NativeLayout
 from llama.locked import locked
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -25,9 +25,10 @@ BLOCK = 16  # positions
 class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
-    shares: the number of rows, of all caches, that use each block. spare: the blocks that no row uses; the last one is
-    taken next. stale: a cache was deleted, and its blocks are counted still: Python may delete a cache in any thread,
-    even in one that has the lock. changing: a change is under way, or did not end.
+    shares: the number of rows, of all caches, that use each block.
+    spare: the blocks that no row uses; the last one is taken next.
+    stale: whether a deleted cache is still counted: Python may delete a cache in any thread, even in one with the lock.
+    changing: whether a change is under way, or did not end.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
@@ -61,8 +62,8 @@ class Pool:
         largest = max(caches, key=lambda cache: 0 if cache.keys is None else len(cache.keys))
         for cache in caches:
             cache.keys, cache.values = largest.keys, largest.values
-        held = Counter(block for cache in caches for table in cache.tables for block in table)
-        self.shares = [held[block] for block in range(0 if largest.keys is None else len(largest.keys))]
+        used = Counter(block for cache in caches for table in cache.tables for block in table)
+        self.shares = [used[block] for block in range(0 if largest.keys is None else len(largest.keys))]
         self.spare = [block for block in reversed(range(len(self.shares))) if not self.shares[block]]
 
 
@@ -78,6 +79,7 @@ class PagedCache(KVCache, kind="paged"):
 
     shares_memory = True
     keeps_past = True
+    native = 3
 
     def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
         super().__init__(args, layer, rope)
@@ -145,7 +147,7 @@ class PagedCache(KVCache, kind="paged"):
         with locked(self.pool.lock):
             self.pool.begin_change()
             for row in range(1, len(self.tables)):
-                self._give_back(row)
+                self.pool.give_back(self.tables[row])
             self.tables = [list(self.tables[0]) for _ in range(rows)]
             for block in self.tables[0]:
                 self.pool.shares[block] += rows - 1
@@ -155,7 +157,7 @@ class PagedCache(KVCache, kind="paged"):
         with locked(self.pool.lock):
             self.pool.begin_change()
             for row in set(range(len(self.tables))).difference(rows):
-                self._give_back(row)
+                self.pool.give_back(self.tables[row])
             self.tables = [self.tables[row] for row in rows]
             self.pool.changing = False
 
@@ -185,9 +187,8 @@ class PagedCache(KVCache, kind="paged"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
+        self.prepare(rows, xk)
         bsz, width = len(rows.starts), rows.width
-        self.args.check_room(bsz, rows.end)
-        self._take(rows.starts, rows.lengths, like=xk)
         assert self.keys is not None
         assert self.values is not None
         slots, kept = self._slots(rows.starts, rows.lengths, width, xk.device)
@@ -198,6 +199,31 @@ class PagedCache(KVCache, kind="paged"):
             if count < width:  # padding is not stored, but must be finite under the mask
                 keys[row, start : start + width], values[row, start : start + width] = xk[row], xv[row]
         return keys, values
+
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        """Take the blocks that the rows write. Padding is not stored."""
+        if not self._has_blocks(rows):
+            super().prepare(rows, like)
+            self._take(rows.starts, rows.lengths, like)
+
+    def _has_blocks(self, rows: Rows) -> bool:
+        """Return True if every row has the blocks that a call writes, and shares none of them."""
+        if self.pool.stale or self.pool.changing or len(self.tables) < len(rows.starts):
+            return False
+        for table, start, length in zip(self.tables, rows.starts, rows.lengths, strict=False):
+            end = -(-(start + length) // BLOCK)
+            if end > len(table) or any(self.pool.shares[block] != 1 for block in table[start // BLOCK : end]):
+                return False
+        return True
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        assert self.keys is not None
+        table = [list(row) for row in self.tables]
+        return NativeLayout(self.sizes(len(self.keys), BLOCK, like), max(map(len, table)), table)
+
+    def steps_left(self, starts: Sequence[int]) -> int:
+        """Return the number of steps up to the end of the first block that is full."""
+        return min(-(start + 1) % BLOCK for start in starts)
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
@@ -213,7 +239,7 @@ class PagedCache(KVCache, kind="paged"):
                         left[table[place]] -= 1
                         needed.append((row, place))
                 needed += [(row, place) for place in range(len(table), end)]
-            self._grow(len(needed) - len(self.pool.spare), like)
+            self._add_blocks(len(needed) - len(self.pool.spare), like)
             for row, place in needed:
                 self._take_one(row, place)
             self.pool.changing = False
@@ -231,11 +257,7 @@ class PagedCache(KVCache, kind="paged"):
         self.pool.shares[shared] -= 1
         table[place] = block
 
-    def _give_back(self, row: int) -> None:
-        self.pool.give_back(self.tables[row])
-        self.tables[row] = []
-
-    def _grow(self, more: int, like: Tensor) -> None:
+    def _add_blocks(self, more: int, like: Tensor) -> None:
         """Enlarge the pool by at least `more` blocks. Raises Refused past its limit."""
         held = 0 if self.keys is None else self.keys.shape[0]
         if more <= 0:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import doubled
+from llama.kv_cache.contract import NativeLayout, doubled
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
 from llama.rope import RopeTable
@@ -111,15 +111,13 @@ class QuantizedCache(CountingCache):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
-        starts, bsz = rows.starts, len(rows.starts)
-        self._refuse_what_is_gone(starts)
-        self.args.check_room(bsz, rows.end)
-        self._take(bsz, rows.end, like=xk)
+        self.prepare(rows, xk)
+        starts = rows.starts
         keys, values = self._whole("key", starts, xk), self._whole("value", starts, xv)
         for row, (start, count) in enumerate(zip(starts, rows.lengths, strict=True)):
             self._keep("key", row, start, start + count, keys[row])
             self._keep("value", row, start, start + count, values[row])
-        self._note_ends(starts, rows.lengths)
+        self.record(rows)
         if self.unrotated:
             keys = self.rotated(keys, torch.arange(keys.shape[1], device=keys.device), keys.shape[1] - 1)
         return keys, values
@@ -157,16 +155,17 @@ class QuantizedCache(CountingCache):
             f"because {end} were fed; continue from {0 if self.window else first}"
         )
 
-    def _take(self, rows: int, end: int, like: Tensor) -> None:
-        """Allocate memory for `rows` rows up to the position `end`; grow by doubling, up to the model's limit."""
-        codes, groups = self.key_codes, self._groups(end)
-        held_rows, held = (0, 0) if codes is None else codes.shape[:2]
-        if held_rows >= rows and held >= groups:
-            return
-        if held and groups > held:
-            groups = max(groups, min(2 * held, self._groups(self.args.max_seq_len)))
-        rows, groups = max(rows, held_rows, self.reserved[0]), max(groups, held, self._groups(self.reserved[1]))
-        self._enlarge(self.sizes(rows, groups, like), like.device)
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        super().prepare(rows, like)
+        end, reserved, most = map(self._groups, (rows.end, self.reserved[1], self.args.max_seq_len))
+        self._grow(len(rows.starts), end, like, most=most, reserved=reserved, of="key_codes")
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        assert self.key_codes is not None
+        rows, groups = self.key_codes.shape[:2]
+        bits, sizes = (self.key_bits, self.value_bits), (self.group, self.window, self.sinks, self.value_parts)
+        settings = (*bits, *sizes, self.unrotated, self.rotates_values)
+        return NativeLayout(self.sizes(rows, groups, like), groups, groups=settings)
 
     def sizes(self, rows: int, groups: int, like: Tensor) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         """Return every buffer's shape and dtype by name, for keys like `like`, (..., n_kv_heads, head_dim)."""
@@ -239,6 +238,7 @@ class QuantizedCache(CountingCache):
 class Int8Cache(QuantizedCache, kind="int8"):
     """Keys and values in 8 bits."""
 
+    native = 2
     key_bits = value_bits = 8
     window = 0
 
@@ -251,6 +251,7 @@ class Int4Cache(QuantizedCache, kind="int4"):
     Source: Hooper et al., KVQuant, https://arxiv.org/abs/2401.18079.
     """
 
+    native = 2
     key_bits = value_bits = 4
     window = 0
     unrotated = True
@@ -297,6 +298,7 @@ class RotatedCache(LowBitCache, kind="rotated"):
     al., KVQuant, https://arxiv.org/abs/2401.18079.
     """
 
+    native = 2
     unrotated = True
     rotates_values = True
     group = 64
@@ -311,6 +313,7 @@ class KiviCache(LowBitCache, kind="kivi"):
     Source: Liu et al., KIVI, https://arxiv.org/abs/2402.02750.
     """
 
+    native = 2
     default = "k2v2+128"
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache.contract import query_positions
+from llama.kv_cache.contract import NativeLayout, query_positions
 from llama.kv_cache.static import StaticCache
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -30,6 +30,7 @@ class QuestCache(StaticCache, kind="quest"):
     lossless = False
     whole_prompt = True  # a call with a prompt's last token alone is a step
     form, default = "N", "1024"
+    native = 5
     lows: Tensor | None
     highs: Tensor | None
 
@@ -53,6 +54,10 @@ class QuestCache(StaticCache, kind="quest"):
             for row, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True)):
                 self._bound(slice(row, row + 1), start, start + length)
         return keys, values
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        layout = super().native_layout(like)
+        return layout and layout._replace(pages=min(self.positions // PAGE, -(-layout.slots // PAGE)))
 
     def _bound(self, rows: slice, start: int, end: int) -> None:
         """Compute the pages of the positions from `start` to `end`."""

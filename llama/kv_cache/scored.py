@@ -1,4 +1,4 @@
-"""The base of kinds that keep the keys with the highest scores, with a number of their own for each row and KV head.
+"""The base of kinds that keep the keys with the highest scores. Each row and KV head keeps its own number of keys.
 
 A published method is one function, `score`. Rows, padding, positions, visibility, memory and files are handled here.
 """
@@ -6,6 +6,8 @@ A published method is one function, `score`. Rows, padding, positions, visibilit
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
+from operator import sub
 from typing import ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.kv_cache.attended import Attended
+from llama.kv_cache.contract import NativeLayout
 from llama.kv_cache.counting import CountingCache
 from llama.rope import RopeTable
 from llama.rows import Rows
@@ -44,6 +47,7 @@ class ScoredCache(CountingCache):
     """
 
     lossless = False
+    native = 4  # also of subclasses that change no storage, see `served_as` in llama/fast/native_caches.py
     form = "SHARE or COUNT"
     default = "0.5"
     every_step: ClassVar[bool] = False
@@ -140,15 +144,31 @@ class ScoredCache(CountingCache):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
-        self._refuse_what_is_gone(rows.starts)
-        self.args.check_room(len(rows.starts), rows.end)
-        self._begin(rows)
-        behind = self._behind(rows)
-        self._take(len(rows.starts), behind.end, like=xk)
-        self._write(behind, xk, xv)
-        self._note_ends(rows.starts, rows.lengths)
-        self._note_call(behind)
+        self.prepare(rows, xk)
+        self._write(self._behind(rows), xk, xv)
+        self.record(rows)
         return self._all("keys"), self._all("values")
+
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        super().prepare(rows, like)
+        self._begin(rows)
+        self._take(len(rows.starts), self._behind(rows).end, like)
+
+    def record(self, rows: Rows) -> None:
+        super().record(rows)
+        self._fed, self._padding = len(rows.starts), 0
+        self._padding = self._behind(rows).end - self._places()
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        if self.keys is None or self.kept_keys is None:  # native code does not compress
+            return None
+        rows, length = self.keys.shape[:2]
+        kept = dict.fromkeys(("kept_keys", "kept_values"), ((len(self.kept_keys), self.args.head_dim), like.dtype))
+        runs = [*accumulate((count for row in self._counts for count in row), initial=0)]
+        return NativeLayout(self.sizes(rows, length, like) | kept, length, bases=[*self._bases], runs=runs)
+
+    def steps_left(self, starts: Sequence[int]) -> int:
+        return 0 if self.keys is None else self.keys.shape[1] - max(map(sub, starts, self._bases)) - 1
 
     def key_positions(self) -> Tensor | None:
         if self.kept_positions is None:
@@ -261,23 +281,18 @@ class ScoredCache(CountingCache):
         starts = [start - base for start, base in zip(rows.starts, self._bases, strict=False)]
         return Rows(tuple(starts), rows.width, rows.lengths, rows.prompt_ends)
 
-    def _note_call(self, behind: Rows) -> None:
-        """Note the rows of a call, by their places in `keys`; their ends are noted before."""
-        self._fed, self._padding = len(behind.starts), 0
-        self._padding = behind.end - self._places()
-
     def _places(self) -> int:
         """Return how many places of `keys` and `values` the last call returned."""
         return _most(self._bases[: self._fed], self._ends[: self._fed]) + self._padding
 
     def _take(self, rows: int, length: int, like: Tensor) -> None:
         """Allocate `keys` and `values` for at least so many rows and positions."""
-        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
-        if held_rows >= rows and held >= length:
+        stored_rows, stored = (0, 0) if self.keys is None else self.keys.shape[:2]
+        if stored_rows >= rows and stored >= length:
             return
-        if held or any(self._bases):
+        if stored or any(self._bases):
             length = -(-length // GROWTH) * GROWTH
-        self._enlarge(self.sizes(max(rows, held_rows), length, like), like.device)
+        self._enlarge(self.sizes(max(rows, stored_rows), length, like), like.device)
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return super()._allocate(shape, dtype, device).zero_()  # masked keys must be finite
@@ -297,7 +312,10 @@ class ScoredCache(CountingCache):
         return torch.unflatten(kept[places.clamp(max=len(kept) - 1)], 0, (bsz, -1))
 
     def _compressed(self, attended: Attended, row: int, old: Tensor | None) -> dict[str, Tensor]:
-        """Return what a row keeps by name, and `counts`, (n_kv_heads,). `old`: the scores of what it kept before."""
+        """Compress one row: return its kept tensors by name, and `counts`, the kept keys per KV head.
+
+        old: the scores of the keys kept before.
+        """
         heads, scoring = self.args.n_kv_heads, attended.scoring
         if attended.visible is None:
             positions = torch.arange(attended.keys.shape[1], device=attended.keys.device).expand(heads, -1)
@@ -324,7 +342,7 @@ class ScoredCache(CountingCache):
         return made | ({"kept_scores": scores[kept].float()} if self.adds_up else {}) | {"counts": kept.sum(1)}
 
     def _split(self) -> list[dict[str, Tensor]]:
-        """Return what each row keeps, by name; nothing for rows before the first compression."""
+        """Return each row's kept tensors by name; an empty dict before the first compression."""
         parts: list[dict[str, Tensor]] = [{} for _ in self._counts]
         for name in _FLAT:
             held = getattr(self, name)

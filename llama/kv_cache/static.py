@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from llama.kv_cache.contract import KVCache, doubled
+from llama.kv_cache.contract import KVCache, NativeLayout, doubled
 from llama.rows import Rows
 
 
@@ -17,17 +17,27 @@ class StaticCache(KVCache, kind="static"):
 
     preallocates = True
     keeps_past = True
+    native = 1
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         bsz, end = len(rows.starts), rows.end
-        if not self.fits(bsz, end):
-            self.args.check_room(bsz, end)
-            self._grow(bsz, end, like=xk)
+        self.prepare(rows, like=xk)
         assert self.keys is not None
         assert self.values is not None
         self._write(rows, xk, xv)
         return self.keys[:bsz, :end], self.values[:bsz, :end]
+
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        bsz, end = len(rows.starts), rows.end
+        if not self.fits(bsz, end):
+            self.args.check_room(bsz, end)
+            self._grow(bsz, end, like, most=self.args.max_seq_len, reserved=self.reserved[1])
+
+    def native_layout(self, like: Tensor) -> NativeLayout | None:
+        assert self.keys is not None
+        rows, length = self.keys.shape[:2]
+        return NativeLayout(self.sizes(rows, length, like), length)
 
     def predicted_bytes(
         self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
@@ -40,8 +50,7 @@ class StaticCache(KVCache, kind="static"):
 
     def room(self, rows: int, length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the whole buffers, at least `rows` x `length`, for callers that write into them."""
-        if not self.fits(rows, length):
-            self._grow(rows, length, like=like)
+        self._grow(rows, length, like, most=length, reserved=self.reserved[1])
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
@@ -49,9 +58,3 @@ class StaticCache(KVCache, kind="static"):
     def fits(self, rows: int, length: int) -> bool:
         """Return True if the buffers have at least `rows` x `length` positions."""
         return self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[1] >= length
-
-    def _grow(self, rows: int, length: int, like: Tensor) -> None:
-        held_rows, held = self.reserved if self.keys is None else self.keys.shape[:2]
-        if self.keys is not None and length > held:  # or every step would copy the text
-            length = min(max(length, 2 * held), self.args.max_seq_len)
-        self._enlarge(self.sizes(max(rows, held_rows), max(length, held), like), like.device)

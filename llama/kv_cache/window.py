@@ -70,13 +70,11 @@ class WindowCache(CountingCache, kind="window"):
 
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
-        starts, bsz = rows.starts, len(rows.starts)
-        self._refuse_what_is_gone(starts)
-        self.args.check_room(bsz, 0)
-        self._take(bsz, min(rows.end, self.window + self.sinks), like=xk)
+        self.prepare(rows, xk)
+        starts = rows.starts
         whole = None if rows.width == 1 else self._chunk(starts, xk, xv)  # reads what _keep overwrites
         self._keep(starts, rows.lengths, xk, xv)
-        self._note_ends(starts, rows.lengths)
+        self.record(rows)
         return self._step(starts) if whole is None else whole
 
     def _refusal(self, row: int, start: int, end: int) -> str | None:
@@ -87,16 +85,11 @@ class WindowCache(CountingCache, kind="window"):
             "which this position needs; feed the text from 0 on, or take a larger window"
         )
 
-    def _take(self, rows: int, length: int, like: Tensor) -> None:
-        """Allocate at least `length` positions of `rows` rows; grow by doubling, up to the bound."""
-        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
-        if held_rows >= rows and held >= length:
-            return
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        self._refuse_what_is_gone(rows.starts)
+        self.args.check_room(len(rows.starts), 0)
         most = self.window + self.sinks
-        if held and length > held:
-            length = max(length, min(2 * held, most))
-        length = max(length, held, min(self.reserved[1], most))
-        self._enlarge(self.sizes(max(rows, held_rows, self.reserved[0]), length, like), like.device)
+        self._grow(len(rows.starts), min(rows.end, most), like, most=most, reserved=min(self.reserved[1], most))
 
     def _slots(self, positions: Tensor) -> Tensor:
         """Return the slots of positions."""

@@ -474,7 +474,7 @@ def test_bits_that_are_assigned_run_on_the_plain_path(caplog: pytest.LogCaptureF
     """They are settings of an instance, and the buffers have the bits of before."""
     _, fast = pair("rotated:4+1")
     caplog.set_level(logging.WARNING, "llama")
-    for layers, says in (([0], "quantise differently"), ([0, 1], "a tensor is ")):
+    for layers, says in (([0], "differ in their groups"), ([0, 1], "a tensor is ")):
         fast.free_cache()
         fast(TOKENS[:, :100])
         before = served(fast)

@@ -220,7 +220,7 @@ def test_a_kind_that_overrides_what_native_code_does_runs_on_the_plain_path(name
     ("change", "says"),
     [
         (lambda layer: setattr(layer, "_padded", None), "_padded was assigned on an instance"),
-        (lambda layer: layer._bases.__setitem__(0, 99), "compressed at, different positions"),
+        (lambda layer: layer._bases.__setitem__(0, layer._bases[0] - 1), "differ in their bases"),
         (lambda layer: layer._counts[0].__setitem__(0, 1), "counts of a layer's kept keys are not those of its keys"),
         (lambda layer: layer._counts.pop(), "counts of a layer's kept keys are not those of its keys"),
         (lambda layer: setattr(layer, "kept_keys", None), "observes the attention of a prompt"),

@@ -154,13 +154,13 @@ def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypa
     """Garbage may be collected at any time: here right after the copy was counted as sharing the newest block."""
     cache = made()
     write(cache, 0, *new(1, BLOCK + 4))
-    copies, grow = [cache.copy()], PagedCache._grow
+    copies, grow = [cache.copy()], PagedCache._add_blocks
 
     def collect(self: PagedCache, more: int, like: Tensor) -> None:
         copies.clear()
         grow(self, more, like)
 
-    monkeypatch.setattr(PagedCache, "_grow", collect)
+    monkeypatch.setattr(PagedCache, "_add_blocks", collect)
     keys, _ = write(cache, BLOCK + 4, *new(1, 1))
     assert torch.equal(write(cache, BLOCK + 5, *new(1, 1))[0][:, :-1], keys)
     assert in_use(cache) == 2

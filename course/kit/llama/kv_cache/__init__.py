@@ -2,7 +2,7 @@
 
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.cache import Cache
-from llama.kv_cache.contract import KVCache, check_lossless, use_kind
+from llama.kv_cache.contract import KVCache, check_lossless
 from llama.kv_cache.names import cache_kind
 from llama.kv_cache.scored import ScoredCache
 from llama.kv_cache.static import StaticCache
@@ -15,5 +15,4 @@ __all__ = [
     "StaticCache",
     "cache_kind",
     "check_lossless",
-    "use_kind",
 ]
