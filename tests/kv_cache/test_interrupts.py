@@ -7,8 +7,22 @@ import torch
 from interrupts import Sessions, Texts, failing_at
 from tiny import some_tokens, tiny_model
 
-KINDS = ["static", "concat", "paged", "int8", "window:20+3", "fp8", "quest:16", "static@0;int4", "h2o:20"]
-OTHERS = ["paged:40", "int4", "rotated:k4v3+2", "kivi:2+16", "random", "adakv:0.3", "tova", "knorm", "keydiff", "lagkv"]
+KINDS = ["static", "paged", "int8", "window:20+3", "h2o:20", "static@0;int4"]
+OTHERS = [
+    "concat",
+    "fp8",
+    "quest:16",
+    "paged:40",
+    "int4",
+    "rotated:k4v3+2",
+    "kivi:2+16",
+    "random",
+    "adakv:0.3",
+    "tova",
+    "knorm",
+    "keydiff",
+    "lagkv",
+]
 OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
 EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 

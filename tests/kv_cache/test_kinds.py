@@ -17,14 +17,17 @@ from llama.rope import rotate
 from llama.rows import Rows
 from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 
-WHOLE = ["static", "concat", "paged", "int8", "int4", "window", "window:20+3", "paged:60"]
+WHOLE = ["static", "paged", "int8", "window:20+3", "concat", "int4", "window", "paged:60"]
 WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16"]
-DROPPING = ["random", "adakv:0.3", "h2o:20", "tova"]
-# These share all but their scores and budgets with the kinds of the line above.
-ALIKE = ["knorm", "keydiff", "lagkv", "snapkv:30", "pyramidkv", "expected-attention", "h2o", "duo-attention"]
+DROPPING = ["adakv:0.3", "random", "h2o:20", "tova", "knorm", "keydiff", "lagkv", "snapkv:30", "pyramidkv"]
+DROPPING += ["expected-attention", "h2o", "duo-attention"]
+KINDS = [*WHOLE, *DROPPING]
+DEFAULT = ("static", "paged", "int8", "window:20+3", "adakv:0.3")  # one of each base; the others with --slow
+BY_LAYER = ["int4@0;static", "static@0;kivi:2+16"]
+EVERY = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
-@pytest.mark.parametrize("kind", [*WHOLE, *DROPPING, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALIKE)])
+@pytest.mark.parametrize("kind", EVERY)
 def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
     passed = check_cache_kind(kind)
     of = KVCache.named(kind)
@@ -33,26 +36,26 @@ def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
 
 def test_every_kind_that_the_library_registers_is_tried() -> None:
     ours = {name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama.")}
-    assert ours == {name.partition(":")[0] for name in (*WHOLE, *DROPPING, *ALIKE)}
+    assert ours == {name.partition(":")[0] for name in KINDS}
     assert all(KVCache.kinds[name](replace(SIZES, kv_cache=name)).layer == 0 for name in ours), "by default"
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", [*WHOLE, *DROPPING, *ALIKE])
-def test_a_kind_says_whether_it_allocates_what_was_reserved(kind: str) -> None:
-    reserved, other = (KVCache.of(replace(SIZES, kv_cache=kind)) for _ in range(2))
-    reserved.reserve(2, 100)
-    for cache in (reserved, other):
-        cache.update(Rows.at([0], [10]), *torch.zeros(2, 1, 10, SIZES.n_kv_heads, SIZES.head_dim or 0))
-    assert (reserved.nbytes > other.nbytes) == other.preallocates
+def test_a_kind_says_whether_it_allocates_what_was_reserved() -> None:
+    for kind in KINDS:
+        reserved, other = (KVCache.of(replace(SIZES, kv_cache=kind)) for _ in range(2))
+        reserved.reserve(2, 100)
+        for cache in (reserved, other):
+            cache.update(Rows.at([0], [10]), *torch.zeros(2, 1, 10, SIZES.n_kv_heads, SIZES.head_dim or 0))
+        assert (reserved.nbytes > other.nbytes) == other.preallocates, kind
 
 
-@pytest.mark.parametrize("kind", [*WHOLE, *DROPPING, *ALIKE, "h2o:12", "int4@0;static", "static@0;kivi:2+16"])
-def test_prompts_that_begin_alike_give_the_text_that_each_gives_alone(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*EVERY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in BY_LAYER)])
+def test_prompts_that_share_a_prefix_give_the_text_that_each_gives_alone(kind: str) -> None:
     model, tokens = tiny_model(max_seq_len=256, head_dim=32, vocab_size=400), some_tokens(1, 130, vocab_size=400)[0]
-    prompts = [[*tokens.tolist(), *range(n, 3 * n)] for n in (1, 2, 7)]
-    together, _ = model.generate_tokens(prompts, 20, temperature=0.0, kv_cache=kind, share_prefix=True)
-    assert together == [model.generate_tokens([one], 20, temperature=0.0, kv_cache=kind)[0][0] for one in prompts]
+    prompts = [[*tokens.tolist(), *range(n, 3 * n)] for n in (1, 7)]
+    together, _ = model.generate_tokens(prompts, 8, temperature=0.0, kv_cache=kind, share_prefix=True)
+    assert together == [model.generate_tokens([one], 8, temperature=0.0, kv_cache=kind)[0][0] for one in prompts]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -82,23 +85,19 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
     assert seen == ["7", "7", "7", "5", None, "", "7", "7", "7"]
 
 
-@pytest.mark.parametrize("code", ["import nothing_of_the_sort", "1 / 0", "def", "raise KeyboardInterrupt", "exit()"])
-def test_a_file_that_cannot_be_run_is_refused_in_a_line_and_may_be_mended(tmp_path: Path, code: str) -> None:
+def test_a_file_that_cannot_be_run_is_refused_and_may_be_corrected(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(code)
-    with pytest.raises(ValueError, match=r"mine\.py cannot be run"):
+    for code in ("import nothing_of_the_sort", "1 / 0", "def", "raise KeyboardInterrupt", "exit()"):
+        file.write_text(code)
+        with pytest.raises(ValueError, match=r"mine\.py cannot be run"):
+            cache_kind(f"{file}:mine")
+    file.write_text("class Pressed(KeyboardInterrupt): ...\n\n\nraise Pressed")
+    with pytest.raises(KeyboardInterrupt):  # a command's own error for a pressed key
         cache_kind(f"{file}:mine")
     file.write_text(MINE)
     assert cache_kind(f"{file}:from a file") == "from a file"
     with pytest.raises(ValueError, match="not a known kind of cache; known are"):
         tiny_model().kv_cache = f"{file}:of no file"
-
-
-def test_a_commands_own_error_for_a_pressed_key_is_none_of_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("class Pressed(KeyboardInterrupt): ...\n\n\nraise Pressed")
-    with pytest.raises(KeyboardInterrupt):
-        cache_kind(f"{file}:mine")
 
 
 # ---- what is asked of a kind ----------------------------------------------------------------------------------------
@@ -118,15 +117,16 @@ def test_exact_mode_and_a_lossy_kind_exclude_each_other(kind: str) -> None:
     assert model.exact
 
 
-@pytest.mark.parametrize("kind", ["window", "static@1;int4"])
+@pytest.mark.parametrize("kind", ["window:20+2", "static@1;int4"])
 def test_a_kind_for_one_call_gives_what_a_model_of_that_kind_gives(kind: str) -> None:
-    prompts, options = [[1, 2, 3, 4], [5, 6]], {"temperature": 0.7, "seed": 3}
-    model, other = tiny_model(max_seq_len=80), tiny_model(max_seq_len=80, kv_cache=kind)
-    wanted = other.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
-    plain = model.generate_tokens(prompts, 60, **options)  # type: ignore[arg-type]
-    assert model.generate_tokens(prompts, 60, kv_cache=kind, **options) == wanted  # type: ignore[arg-type]
+    prompts: list[list[int]] = [[*range(40)], [5, 6]]
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 3}
+    model, other = tiny_model(max_seq_len=48), tiny_model(max_seq_len=48, kv_cache=kind)
+    wanted = other.generate_tokens(prompts, 8, **options)
+    plain = model.generate_tokens(prompts, 8, **options)
+    assert model.generate_tokens(prompts, 8, kv_cache=kind, **options) == wanted
     assert model.kv_cache == "static"
-    assert model.generate_tokens(prompts, 60, **options) == plain  # type: ignore[arg-type]
+    assert model.generate_tokens(prompts, 8, **options) == plain
 
 
 class Observing(StaticCache, kind="observing"):
@@ -148,7 +148,7 @@ def observed(model: Transformer, tokens: Tensor, *calls: Rows) -> list[Any]:
     return cache.layers
 
 
-def test_a_kind_observes_if_it_defines_how_or_one_that_it_comes_from_does() -> None:
+def test_a_kind_observes_if_it_or_a_base_defines_observe() -> None:
     class Other(KVCache.kinds["observing"]):  # type: ignore[misc]
         pass
 
@@ -158,9 +158,18 @@ def test_a_kind_observes_if_it_defines_how_or_one_that_it_comes_from_does() -> N
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("lengths", [[2, 5, 1], [3, 3, 3], [1, 1, 1]], ids=str)
-@pytest.mark.parametrize("starts", [[0, 0, 0], [6, 6, 6], [6, 2, 4]], ids=str)
-def test_a_kind_may_look_at_each_row_as_if_it_were_alone(starts: list[int], lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("starts", "lengths"),
+    [
+        ([0, 0, 0], [2, 5, 1]),
+        ([0, 0, 0], [3, 3, 3]),
+        ([6, 6, 6], [2, 5, 1]),
+        ([6, 2, 4], [2, 5, 1]),
+        ([6, 2, 4], [1] * 3),
+    ],
+    ids=str,
+)
+def test_a_kind_observes_each_row_as_if_it_were_alone(starts: list[int], lengths: list[int]) -> None:
     model, tokens = tiny_model(kv_cache="observing"), some_tokens(3, 11)
     prompt = [Rows.at([0] * 3, [6] * 3)] if any(starts) else []
     together = observed(model, tokens, *prompt, Rows.at(starts, lengths))
@@ -212,7 +221,7 @@ def sharper(xq: Tensor, keys: Tensor, *rest: Any) -> Tensor:
 
 
 @torch.inference_mode()
-def test_attention_whose_weights_are_not_known_cannot_be_observed_and_what_is_marked_can() -> None:
+def test_unknown_attention_cannot_be_observed_unless_it_is_marked() -> None:
     model, tokens, call = tiny_model(kv_cache="observing"), some_tokens(1, 6), Rows.at([0], [6])
 
     def weights() -> list[Tensor]:
@@ -389,7 +398,7 @@ def test_echoed_log_probabilities_need_every_layer_to_hold_the_prompt(kind: str)
 
 
 @pytest.mark.parametrize("gives", ["nothing", "another dtype", "an error"])
-def test_whatever_a_kind_makes_somebody_raise_is_told_with_the_claim(gives: str) -> None:
+def test_check_cache_kind_names_the_claim_when_a_kind_raises(gives: str) -> None:
     name = f"odd_{gives.replace(' ', '_')}"
 
     class Odd(ConcatCache, kind=name):

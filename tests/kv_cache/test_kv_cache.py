@@ -175,25 +175,26 @@ def bad_writes() -> dict[str, tuple[Any, Tensor, Tensor, str]]:
     }
 
 
-@pytest.mark.parametrize("what", bad_writes())
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_write_is_refused_before_anything_is_written(kind: str, what: str) -> None:
+def test_bad_write_is_refused_before_anything_is_written(kind: str) -> None:
     """Catches bugs 1, 15 and 16."""
     cache = make(kind)
     write(cache, 0, *new(2, 5))
-    before, (start_pos, xk, xv, words) = state(cache), bad_writes()[what]
-    with pytest.raises(ValueError, match=words):
-        write(cache, start_pos, xk, xv)
-    assert all(map(torch.equal, before, state(cache)))
+    before = state(cache)
+    for start_pos, xk, xv, words in bad_writes().values():
+        with pytest.raises(ValueError, match=words):
+            write(cache, start_pos, xk, xv)
+        assert all(map(torch.equal, before, state(cache))), words
 
 
-@pytest.mark.parametrize("what", [what for what in bad_writes() if what not in ("another dtype", "another device")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_first_write_takes_no_memory(kind: str, what: str) -> None:
-    cache, (start_pos, xk, xv, words) = make(kind), bad_writes()[what]
-    with pytest.raises(ValueError, match=f"{words}|gap"):
-        write(cache, start_pos, xk, xv)
-    assert cache.nbytes == 0
+def test_bad_first_writes_allocate_no_memory(kind: str) -> None:
+    for what, (start_pos, xk, xv, words) in bad_writes().items():
+        if what not in ("another dtype", "another device"):
+            cache = make(kind)
+            with pytest.raises(ValueError, match=f"{words}|gap"):
+                write(cache, start_pos, xk, xv)
+            assert cache.nbytes == 0, what
 
 
 # --- Memory

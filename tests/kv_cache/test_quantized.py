@@ -48,6 +48,11 @@ KINDS = {
     "rotated:k4v2+20": Shape(4, 2, 64, 20, 4, rotates=True),
     "kivi:k2v5+40": Shape(2, 5, 32, 40, 0),
 }
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RANGES = [
+    *((kind, torch.float32) for kind in (*KINDS, "fp8")),
+    *(("int8", torch.bfloat16), ("fp8", torch.bfloat16), ("rotated:k4v2+20", torch.float16), ("fp8", torch.float16)),
+]
 
 
 def args(kind: str, max_seq_len: int = 256) -> ModelArgs:
@@ -143,7 +148,7 @@ def test_full_groups_are_the_loops_and_the_newest_tokens_are_as_they_came(kind: 
     assert not torch.equal(keys[0, : 2 * shape.group], angles(xk, kind)[: 2 * shape.group])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["int8", "rotated:k4v2+20", "kivi:k2v5+40"])
 def test_a_step_reads_the_window_as_it_came_at_every_position(kind: str) -> None:
     """The rows have different lengths, so their groups are quantised at different steps."""
     shape, steps = KINDS[kind], 2 * KINDS[kind].group + 1
@@ -162,7 +167,7 @@ def test_a_step_reads_the_window_as_it_came_at_every_position(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(1, 199), max_size=8), seed=st.integers(0, 99))
 def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
     kind: str, cuts: list[int], seed: int
@@ -181,7 +186,7 @@ def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.lists(st.integers(1, 150), min_size=2, max_size=4))
 def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
     """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""
@@ -201,10 +206,14 @@ def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
             assert torch.equal(ours[row, : length + 1], theirs[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", range(2, 9))
-@settings(max_examples=10)
-@given(power=st.integers(-99, 127), far=st.integers(-20, 20), seed=st.integers(0, 99))
+@settings(max_examples=60)
+@given(
+    bits=st.integers(2, 8),
+    dtype=st.sampled_from([torch.float64, *DTYPES]),
+    power=st.integers(-99, 127),
+    far=st.integers(-20, 20),
+    seed=st.integers(0, 99),
+)
 def test_a_number_comes_back_within_half_a_step_at_every_range(
     bits: int, dtype: torch.dtype, power: int, far: int, seed: int
 ) -> None:
@@ -241,12 +250,13 @@ def test_clipped_numbers_are_as_large_as_given_on_average() -> None:
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("value", [0.0, -3.5, 1e-7, 6e4, -1e-30, 3e38])
-def test_a_constant_comes_back_as_it_was(bits: int, value: float) -> None:
-    x = torch.full((GROUP, HEAD_DIM), value)
+def test_a_constant_comes_back_as_it_was(bits: int) -> None:
+    x = torch.tensor([0.0, -3.5, 1e-7, 6e4, -1e-30, 3e38])[:, None, None].repeat(1, GROUP, HEAD_DIM)
     for parts in (1, 2):
-        back = dequantize(*quantize(x, bits=bits, parts=parts, share=1 / parts), bits=bits)
+        share = 1 / parts
+        back = dequantize(*quantize(x, bits=bits, parts=parts, share=share), bits=bits)
         torch.testing.assert_close(back, x, rtol=1e-3, atol=0)
+        assert torch.equal(back[0], x[0]), "zeros"
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -265,13 +275,6 @@ def test_codes_reach_both_ends_if_the_zero_is_rounded(bits: int) -> None:
         )
 
 
-def test_numbers_that_are_all_0_come_back_as_0() -> None:
-    for bits in range(2, 9):
-        for share in (1.0, 0.75):
-            zeros = torch.zeros(2, GROUP)
-            assert torch.equal(dequantize(*quantize(zeros, bits=bits, parts=1, share=share), bits=bits), zeros)
-
-
 def test_a_scale_is_stored_as_the_nearest_of_16_bits() -> None:
     drawn = torch.Generator().manual_seed(0)
     scales = (1 + torch.rand(500, generator=drawn)) * 2.0 ** torch.randint(-126, 127, (500,), generator=drawn)
@@ -280,24 +283,25 @@ def test_a_scale_is_stored_as_the_nearest_of_16_bits() -> None:
     assert float(wide_scales(short_scales(torch.zeros(1)))) == 0
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so(bad: float) -> None:
-    x = torch.randn(1, GROUP)
-    x[0, 3] = bad
-    for share in (1.0, 0.75):
-        assert not dequantize(*quantize(x, bits=4, parts=1, share=share), bits=4)[0, 3].isfinite()
+def test_what_is_not_finite_stays_so() -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        x = torch.randn(1, GROUP)
+        x[0, 3] = bad
+        for share in (1.0, 0.75):
+            assert not dequantize(*quantize(x, bits=4, parts=1, share=share), bits=4)[0, 3].isfinite()
 
 
-@pytest.mark.parametrize("length", [16, 32, 96, 64, 128])
-@pytest.mark.parametrize("group", [32, 64])
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize(
+    ("bits", "group", "length"),
+    [*((bits, 32, 64) for bits in range(2, 9)), (3, 32, 16), (5, 64, 96), (6, 64, 128), (7, 64, 32)],
+)
 def test_a_code_is_in_planes_of_its_bits(bits: int, group: int, length: int) -> None:
     codes = torch.randint(2**bits, (3, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     stored = packed(codes, bits, group)
     assert stored.shape == (3, length * bits // 8)
     assert torch.equal(unpacked(stored, bits, group), codes)
     run = next((size for size in (group, 32) if length % size == 0), length)
-    for row in range(3):
+    for row in range(len(codes)):
         found, place = [0] * length, 0
         for first in range(0, length, run):
             low = 0
@@ -320,9 +324,8 @@ def test_the_rotation_is_the_hadamard_matrix_in_blocks(length: int, block: int) 
     torch.testing.assert_close(hadamard(hadamard(x)), x)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(kind: str) -> None:
-    cache = KVCache.of(args(kind))
+def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not() -> None:
+    cache = KVCache.of(args("int8"))
     xk = numbers(1, 3 * GROUP)
     write(cache, 0, xk, xk)
     with pytest.raises(ValueError, match=f"continue from {GROUP}"):
@@ -335,16 +338,14 @@ def test_a_start_within_a_quantised_group_is_refused_and_its_beginning_is_not(ki
         write(cache, position, xk[:, :1], xk[:, :1])
 
 
-@pytest.mark.parametrize(
-    ("length", "groups", "slots"), [(19, 0, 23), (83, 0, 87), (84, 1, 88), (150, 2, 70), (200, 2, 88)]
-)
-def test_a_state_has_only_what_a_text_has_written(length: int, groups: int, slots: int) -> None:
-    cache, x = KVCache.of(args("rotated:4+20")), numbers(1, length)
-    cache.reserve(1, 256)
-    write(cache, 0, x, x)
-    sizes = {name: tensor.shape[1] for name, tensor in cache.state(1, length).items() if name != "ends"}
-    assert sizes.pop("keys") == sizes.pop("values") == slots
-    assert set(sizes.values()) == {groups}
+def test_a_state_has_only_what_a_text_has_written() -> None:
+    for length, groups, slots in ((19, 0, 23), (83, 0, 87), (84, 1, 88), (150, 2, 70), (200, 2, 88)):
+        cache, x = KVCache.of(args("rotated:4+20")), numbers(1, length)
+        cache.reserve(1, 256)
+        write(cache, 0, x, x)
+        sizes = {name: tensor.shape[1] for name, tensor in cache.state(1, length).items() if name != "ends"}
+        assert sizes.pop("keys") == sizes.pop("values") == slots
+        assert set(sizes.values()) == {groups}
 
 
 def test_memory_is_for_whole_groups_and_the_window() -> None:
@@ -374,15 +375,7 @@ def test_with_a_window_a_text_continues_from_its_newest_group_or_its_beginning()
 
 @pytest.mark.parametrize(
     ("kind", "kept"),
-    {
-        "rotated": (4, 4, 64),
-        "rotated:3": (3, 3, 64),
-        "rotated:4+128": (4, 4, 128),
-        "rotated:k5v4": (5, 4, 64),
-        "rotated:k8v2+1": (8, 2, 1),
-        "kivi": (2, 2, 128),
-        "kivi:k4v2+32": (4, 2, 32),
-    }.items(),
+    {"rotated": (4, 4, 64), "rotated:3+128": (3, 3, 128), "rotated:k8v2+1": (8, 2, 1), "kivi": (2, 2, 128)}.items(),
 )
 def test_the_bits_and_the_window_are_those_of_the_name(kind: str, kept: tuple[int, int, int]) -> None:
     cache = KVCache.of(args(kind))
@@ -395,23 +388,17 @@ def test_the_bits_and_the_window_are_those_of_the_name(kind: str, kept: tuple[in
     assert cache.nbytes == HEADS * 64 * groups * cache.group * bits / 8 + HEADS * in_full * 8
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    {
+def test_parameters_out_of_range_are_refused() -> None:
+    for kind, says in {
         "rotated:k4": "the parameters are bits of keys, bits of values and a window, such as rotated:k4v3+64",
         "rotated:4-64": "the parameters are bits",
         "rotated:1": "bits=1 must be from 2 to 8, such as rotated:k4v3+64",
         "rotated:k4v9": "bits=9 must be from 2 to 8",
         "kivi:2+0": "a window of 0 positions must be from 1 to max_seq_len=256, such as kivi:k4v3+64",
         "rotated:4+257": "a window of 257 positions must be from 1 to max_seq_len=256",
-    }.items(),
-)
-def test_parameters_out_of_range_are_refused(kind: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"kv_cache='{re.escape(kind)}': .*{re.escape(says)}"):
-        KVCache.of(args(kind))
-
-
-def test_values_must_fill_their_bytes() -> None:
+    }.items():
+        with pytest.raises(ValueError, match=f"kv_cache='{re.escape(kind)}': .*{re.escape(says)}"):
+            KVCache.of(args(kind))
     few = tiny_args(dim=12, n_heads=3, n_kv_heads=3, head_dim=4, kv_cache="rotated:k3v5")
     with pytest.raises(ValueError, match="head_dim=4 must be a multiple of 8 for values of 5 bits; choose 4 or 8 bits"):
         KVCache.of(few)
@@ -428,22 +415,20 @@ def read_behind(kind: str, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
     return keys[0, : len(xk)], values[0, : len(xk)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), RANGES, ids=str)
 def test_numbers_of_every_size_have_the_same_error(kind: str, dtype: torch.dtype) -> None:
     """A power of two is exact, so it changes no code. Float16 rounds numbers below 2^-14 to steps of 2^-24."""
     drawn = (numbers(140, seed=seed).to(dtype) for seed in (0, 1))
     xk, xv = (x.abs().clamp(2**-6).copysign(x) for x in drawn)
     wanted = read_behind(kind, xk, xv)
-    for power in (-3, 9) if dtype == torch.float16 else (-100, -30, -9, 9, 30, 120):
+    for power in (-3, 9) if dtype == torch.float16 else (-100, -9, 30, 120):
         found = read_behind(kind, xk * 2.0**power, xv * 2.0**power)
         for ours, theirs in zip(found, wanted, strict=True):
             step = 2.0 ** (-24 - power) if dtype == torch.float16 else 0
             torch.testing.assert_close(ours * 2.0**-power, theirs, rtol=0, atol=step)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, "fp8"])
+@pytest.mark.parametrize(("kind", "dtype"), RANGES, ids=str)
 def test_a_number_as_large_as_the_dtype_has_is_read_within_a_step_and_changes_no_other_head(
     kind: str, dtype: torch.dtype
 ) -> None:
@@ -462,7 +447,7 @@ def test_a_number_as_large_as_the_dtype_has_is_read_within_a_step_and_changes_no
         assert (values[5, 1].double() - xv[5, 1].double()).abs().max() <= abs(large) / steps
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_state_with_scales_in_float16_as_earlier_files_have_is_refused_by_name(kind: str) -> None:
     cache, x = KVCache.of(args(kind)), numbers(1, 140).float()
     write(cache, 0, x, x)
