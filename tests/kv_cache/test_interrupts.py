@@ -88,7 +88,7 @@ def test_a_text_that_a_later_layer_refuses_is_not_mixed_with_the_one_before(kind
 @pytest.mark.parametrize("whose", ["another model", "another text"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["before writing", "in the middle of writing"])
 @pytest.mark.parametrize("kind", EVERY)
-def test_after_a_call_from_0_that_failed_nobody_goes_on(kind: str, layer: int, whose: str) -> None:
+def test_after_a_call_from_0_that_failed_no_call_continues(kind: str, layer: int, whose: str) -> None:
     models = [tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32) for _ in range(2)]
     first, second = some_tokens(1, 41), some_tokens(1, 41, seed=1)
     cache, fails = models[0].new_cache(kind), models[whose == "another model"]

@@ -370,7 +370,7 @@ def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tu
         assert ours == pytest.approx(theirs, abs=1e-9)
 
 
-def test_limits_of_a_kind_count_what_it_holds() -> None:
+def test_limits_of_a_kind_count_what_it_stores() -> None:
     args: dict[str, Any] = {"kv_cache": "window:10+2", "max_seq_len": 16}
     model = tiny_model(**args)
     ids, _ = model.generate_tokens([[1, 2, 3]], 60, temperature=0.0)
@@ -387,7 +387,7 @@ def test_limits_of_a_kind_count_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("kind", ["window:20+2@0;window:10+2", "window:10+2@0;static", "window:10+2@1;int8"])
-def test_echoed_log_probabilities_need_every_layer_to_hold_the_prompt(kind: str) -> None:
+def test_echoed_log_probabilities_need_every_layer_to_store_the_prompt(kind: str) -> None:
     model = tiny_model(kv_cache="static")
     options: dict[str, Any] = {"kv_cache": kind, "echo": True, "logprobs": True}
     with pytest.raises(ValueError, match=r"prompt 0 has 13 tokens, .* this cache drops: it holds 12"):

@@ -167,11 +167,9 @@ def test_a_step_reads_the_window_as_it_came_at_every_position(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(cuts=st.lists(st.integers(1, 199), max_size=8), seed=st.integers(0, 99))
-def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_full(
-    kind: str, cuts: list[int], seed: int
-) -> None:
+def test_full_groups_do_not_depend_on_how_a_text_was_cut(kind: str, cuts: list[int], seed: int) -> None:
     """For given keys and values; in a model they depend on what a chunk attends to."""
     xk, xv = numbers(200, seed=seed), numbers(200, seed=seed + 1)
     new = numbers(1, seed=3)[None]
@@ -186,9 +184,9 @@ def test_what_is_held_does_not_depend_on_how_a_text_was_cut_once_its_groups_are_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.lists(st.integers(1, 150), min_size=2, max_size=4))
-def test_padding_is_never_held(kind: str, lengths: list[int]) -> None:
+def test_padding_is_never_stored(kind: str, lengths: list[int]) -> None:
     """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""
     longest = max(lengths)
     rows = [(numbers(length, seed=length), numbers(length, seed=length + 1)) for length in lengths]
