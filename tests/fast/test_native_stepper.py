@@ -281,10 +281,10 @@ class Stopping(Ids):
 
 def state_of(session: Session) -> list[Any]:
     """Return all that a session continues from."""
-    states = session.cache.state(1, session._held)
+    states = session.cache.state(1, session._cached_len)
     logits = None if session.logits is None else session.logits.tolist()
     parts = [{name: part.tolist() for name, part in state.items()} for state in states]
-    return [session.tokens, session.fed, session._held, session._written, logits, parts]
+    return [session.tokens, session.fed, session._cached_len, session._written, logits, parts]
 
 
 @pytest.mark.parametrize(

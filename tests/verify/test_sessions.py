@@ -136,7 +136,7 @@ def forgets_the_newest(patch: pytest.MonkeyPatch) -> None:
 
     def generate(self: Session, *given: Any, **options: Any) -> Any:
         result = real(self, *given, **options)
-        self._held = self._written = len(self.tokens)
+        self._cached_len = self._written = len(self.tokens)
         return result
 
     patch.setattr(Session, "generate", generate)
@@ -210,12 +210,12 @@ def loads_other_logits(patch: pytest.MonkeyPatch) -> None:
 def shifts_the_prefix(patch: pytest.MonkeyPatch) -> None:
     """Cache the prefix one position late."""
 
-    def held_copy(self: Session, *, kv_caching: bool) -> Cache:
+    def cache_copy(self: Session, *, kv_caching: bool) -> Cache:
         late = self.model.session(self.tokenizer)
         late.feed([self.tokens[0], *self.tokens[:-1]] if len(self.tokens) > 1 else [self.tokens[0] + 1])
         return late.cache.copy()
 
-    patch.setattr(Session, "held_copy", held_copy)
+    patch.setattr(Session, "cache_copy", cache_copy)
 
 
 def shifts_what_is_repeated(patch: pytest.MonkeyPatch) -> None:
@@ -283,16 +283,16 @@ def test_in_exact_mode_wrong_last_bits_of_a_restored_position_are_a_violation(mo
 
 
 def test_nan_in_a_session_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Session.held_copy
+    real = Session.cache_copy
 
-    def held_copy(self: Session, *, kv_caching: bool) -> Cache:
+    def cache_copy(self: Session, *, kv_caching: bool) -> Cache:
         cache = real(self, kv_caching=kv_caching)
         assert cache is not None
         assert cache.layers[0].values is not None
         cache.layers[0].values[:, 0] = torch.nan
         return cache
 
-    monkeypatch.setattr(Session, "held_copy", held_copy)
+    monkeypatch.setattr(Session, "cache_copy", cache_copy)
     (violation,) = certify().violations
     assert violation.startswith(f"{AFTER_SESSION}: row ")
     assert "the logits are not finite" in violation
