@@ -224,25 +224,6 @@ def test_logits_that_are_not_finite_are_reported(kind: str) -> None:
             fast.generate_tokens([[1, 2, 3]], 4, temperature=0.0)
 
 
-def test_every_way_to_generate_is_native_and_gives_the_plain_tokens() -> None:
-    plain, fast = twins("fp32")  # where margins are far above rounding
-    prompts = [[5, 6, 7], [1] * 40, [9, 8]]
-    ways: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.0, "kv_caching": False},
-        {"temperature": 0.8, "top_p": 0.9, "seed": 3},
-        {"temperature": 0.0, "logprobs": True, "echo": True},
-    ]
-    for way in ways:
-        before = served(fast)
-        ids, scores = fast.generate_tokens(prompts, [12, 5, 12], **way)
-        assert served(fast) - before == 12  # one a token
-        expected, their_scores = plain.generate_tokens(prompts, [12, 5, 12], **way)
-        assert ids == expected
-        for ours, theirs in zip(scores or [], their_scores or [], strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-4)
-
-
 def test_an_id_outside_of_the_vocabulary_raises() -> None:
     _, fast = twins("fp32")
     for id in (-1, VOCAB):

@@ -58,9 +58,9 @@ class Looping(NativeRunner):
         return None
 
 
-def pair(kind: str = "fp32", **args: Any) -> tuple[Transformer, Transformer]:
+def pair(**args: Any) -> tuple[Transformer, Transformer]:
     """Return a model with the plain stepper, of which each step is a native call, and one with the native stepper."""
-    _, native = twins(kind, replace(ARGS, **args))
+    _, native = twins("fp32", replace(ARGS, **args))
     loop = copy.deepcopy(native)
     loop.runner = Looping(FOLDER)
     return loop, native
@@ -92,14 +92,6 @@ def test_native_steps_make_the_tokens_of_plain_steps(way: str, kv_cache: str) ->
             assert native.generate_tokens(prompts, room, **how) == theirs
         assert steps == [sum(step < left for left in room) for step in range(1, max(room))]  # rows that have not ended
         assert served(loop) - before[0] == served(native) - before[1] >= max(room) - 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"), cases([("int8", "sampled in every way"), ("bf16", "sampled")], ("int8", "sampled in every way"))
-)
-def test_native_steps_of_other_weights_make_the_tokens_of_plain_steps(way: str, kind: str) -> None:
-    loop, native = pair(kind)
-    assert native.generate_tokens(PROMPTS, 20, **WAYS[way]) == loop.generate_tokens(PROMPTS, 20, **WAYS[way])
 
 
 @lru_cache  # made by the first test, not when tests are collected: a machine may have no compiler
