@@ -22,9 +22,8 @@ SCRIPTS = (
     "llama/untrusted/template_child.py",
 )
 
-# Folders that would compute the answer without the student's code, and the files in them that the rest needs.
+# Folders that would compute the answer without the student's code.
 LEFT_OUT = ("llama/fast/", "llama/exact/")
-NEEDED = ("llama/exact/digest.py",)
 
 
 def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:
@@ -52,7 +51,7 @@ def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
     left = list(SCRIPTS)
     while left:
         file = left.pop()
-        if file not in seen and (file in replaced or file in NEEDED or not file.startswith(LEFT_OUT)):
+        if file not in seen and (file in replaced or not file.startswith(LEFT_OUT)):
             seen.add(file)
             left += [home for name in _imported(replaced.get(file, root / file)) for home in _homes(root, name)]
     needed = seen - set(replaced)

@@ -82,8 +82,8 @@ def main(
             of 2048 except the scored ones.
         repeats: Repetitions of a single cell, each in a process of its own.
         compare: Run a single cell in the other mode, too, and compare the tokens.
-        engine: Another engine on the same weights and prompts, or with modes: transformers, llama.cpp:int8, llama:fast,
-            or FILE.py:CLASS. The presets table and chat take several.
+        engine: Another engine on the same weights and prompts: transformers, llama.cpp:int8, llama:fast, FILE.py:CLASS.
+            The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static; llama-kv kinds lists them.
             --preset caches takes several, by default all.
         contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the

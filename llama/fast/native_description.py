@@ -149,8 +149,8 @@ def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, native: N
 
 def mapped_matrix(weight: MappedWeight) -> Matrix:
     """Return a matrix of a file's blocks as native code reads it. Raises Unsupported."""
-    format, kind = weight.format, KINDS[weight.block]
-    if weight.block not in _BLOCKS or format != kind.format:
+    format, kind = weight.format, KINDS.get(weight.block)
+    if kind is None or weight.block not in _BLOCKS or format != kind.format:
         raise Unsupported(f"there is no native code for {format} in blocks of {weight.block}")
     rows, columns = weight.shape
     place = check_tensor(weight.raw, (rows, columns // kind.block, kind.size), torch.uint8)

@@ -281,8 +281,8 @@ REFUSED = {
 }
 # Refused by the sizes of a model; TINY stands for --ckpt_dir and a tiny one's.
 REFUSED_BY_SIZES = {
-    "TINY --input_len 250": "passes the model's max_seq_len=256",
-    "TINY --preset sweep --input_len 100": "passes the model's max_seq_len=256",
+    "TINY --input_len 250": "goes past max_seq_len=256",
+    "TINY --preset sweep --input_len 100": "goes past max_seq_len=256",
     "TINY --input_len 6 --batch_size 1000000000": "does not fit: weights",
     "TINY --input_len 6 --repeats 0": "repeats=0",
     "TINY --input_len 6 --quantize stored --repack=False": "quantize=stored takes the weights as a .gguf file has them",

@@ -85,7 +85,7 @@ def test_the_answer_is_not_left_anywhere_in_the_exercise(made: Path) -> None:
     ):
         assert [path for path, text in texts.items() if answer in text] == [], answer
     wings = {path.name for wing in ("fast", "exact") for path in (made / "llama" / wing).iterdir()}
-    assert wings == {"__init__.py", "choose.py", "digest.py", "switch.py"}
+    assert wings == {"__init__.py", "choose.py", "switch.py"}
     todos = sorted(todo for text in texts.values() for todo in re.findall(r"# TODO (\d)", text))
     assert todos == ["1", "2", "3"]
 

@@ -480,7 +480,7 @@ def test_a_window_of_another_size_is_refused(tmp_path: Path) -> None:
     _, session = made("window")  # as many positions as max_seq_len
     session.feed(TEXT)
     session.save(tmp_path / "session")
-    refused(made_of(max_seq_len=100), tmp_path / "session", "held 160 positions .* holds 100 here")
+    refused(made_of(max_seq_len=100), tmp_path / "session", "160 positions .* stores 100 here")
     assert made_of(max_seq_len=200).load_session(tmp_path / "session").position == session.position
 
 
