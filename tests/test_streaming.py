@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llama.streaming import Completion
 
 EOS, BOS, HELLO = 257, 256, 300
-few = settings(max_examples=15, derandomize=True, deadline=None)
+few = settings(max_examples=10, derandomize=True, deadline=None)
 GREEDY: dict[str, Any] = {"temperature": 0}
 
 

@@ -209,14 +209,22 @@ class ChangingModel(RuleBasedStateMachine):
         self.length = 0  # a copy has no text
 
 
-def test_a_fast_model_goes_through_anything_that_a_plain_one_does(request: pytest.FixtureRequest) -> None:
+class ChangingModelOfEveryKind(ChangingModel):
+    kinds = KINDS
+
+
+@pytest.mark.parametrize(
+    ("machine", "examples"), [(ChangingModel, 8), pytest.param(ChangingModelOfEveryKind, 30, marks=pytest.mark.slow)]
+)
+def test_a_fast_model_goes_through_anything_that_a_plain_one_does(
+    machine: type[ChangingModel], examples: int, request: pytest.FixtureRequest
+) -> None:
     long = request.config.getoption("--long")
-    if long or request.config.getoption("--slow"):
-        ChangingModel.kinds = KINDS
+    COUNTS.clear()
     run_state_machine_as_test(
-        ChangingModel,
+        machine,
         settings=settings(
-            max_examples=5000 if long else 30,
+            max_examples=5000 if long else examples,
             stateful_step_count=20,
             deadline=None,
             derandomize=not long,
