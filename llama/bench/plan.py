@@ -16,7 +16,7 @@ from llama.bench.compare import add_note, add_result, compare_engines, compare_m
 from llama.bench.noise import LEAST_REPETITIONS, judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of, write_json
-from llama.bench.report.findings import findings
+from llama.bench.report.sentences import findings
 from llama.bench.report.tables import comparison_words
 from llama.bench.run.cache_kind import predicted_kind
 from llama.bench.run.directory import RESULTS

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from llama.args import ModelArgs
-from llama.checkpoint.base import Checkpoint, Weight, check_shapes, listing, needed_shapes
+from llama.checkpoint.assemble import Checkpoint, Weight, check_shapes, listing, needed_shapes
 from llama.checkpoint.gguf import open_gguf
 from llama.checkpoint.huggingface import open_huggingface
 from llama.checkpoint.meta import open_meta

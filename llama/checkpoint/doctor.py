@@ -9,7 +9,7 @@ import torch
 
 from llama.args import ModelArgs
 from llama.checkpoint import stored_bytes
-from llama.checkpoint.base import Checkpoint, Weight
+from llama.checkpoint.assemble import Checkpoint, Weight
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
 from llama.quant.packed import GROUP
 from llama.tokenizer import Tokenizer

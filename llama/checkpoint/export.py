@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.families import family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.checkpoint.half_split import in_half_split_order

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.families import family_of, gguf_names
 from llama.checkpoint.gguf import ROPE_DIVISORS
 from llama.checkpoint.half_split import in_half_split_order

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llama.checkpoint.base import Rows, Weight
+from llama.checkpoint.assemble import Rows, Weight
 
 # Our names of the tensors with that order: they produce queries and keys, or are multiplied with a head's numbers.
 _HALF_SPLIT = tuple(f".attention.{name}" for name in ("wq.weight", "wk.weight", "wq.bias", "wk.bias")) + tuple(

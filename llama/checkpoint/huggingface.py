@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
-from llama.checkpoint.base import (
+from llama.checkpoint.assemble import (
     NO_SETTINGS,
     Checkpoint,
     Weight,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama.args import SETTINGS, ModelArgs, RopeScaling
-from llama.checkpoint.base import (
+from llama.checkpoint.assemble import (
     NO_SETTINGS,
     Checkpoint,
     Weight,

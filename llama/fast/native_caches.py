@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llama.fast.fingerprint import TensorLayout
-from llama.fast.native_description import check_tensor
+from llama.fast.native_model import check_tensor
 from llama.fast.native_structs import Groups, LayerCache, NativeModel
 from llama.fast.supported import Unsupported, check_attributes
 from llama.kv_cache import Cache, KVCache, NativeLayout, ScoredCache, StaticCache

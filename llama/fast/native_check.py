@@ -16,7 +16,7 @@ from llama.args import ModelArgs
 from llama.exact.batch_invariance import first_difference
 from llama.fast.native_caches import KINDS
 from llama.fast.native_call import NativeForward
-from llama.fast.native_description import mapped_matrix
+from llama.fast.native_model import mapped_matrix
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_structs import Choice
 from llama.fast.supported import Unsupported

@@ -18,7 +18,7 @@ from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import NativeCache, check_cache, stored_ends
 from llama.fast.native_call import NativeCall, NativeForward, NativeSampler, choice_by
-from llama.fast.native_description import check_tensor, describe
+from llama.fast.native_model import check_tensor, describe
 from llama.fast.native_structs import NativeModel
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
 from llama.generation import PlainStepper

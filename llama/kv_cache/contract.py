@@ -34,7 +34,7 @@ class NativeLayout(NamedTuple):
     table: the blocks of each row, of a kind with a pool of blocks.
     bases: the position of each row's first token in `keys`, of a kind that compresses prompts.
     runs: where the kept keys of each row and KV head begin, and the end of the last ones, of such a kind.
-    groups: the fields of `Groups` in llama/fast/native_library.py, of a quantised kind.
+    groups: the fields of `Groups` in llama/fast/native_structs.py, of a quantised kind.
     pages: how many pages a step reads, of a kind that chooses them.
     """
 
@@ -66,6 +66,7 @@ class KVCache:
         form, default: what PARAMS looks like, and its value if it is left out; for `python -m llama.kv_cache`.
         native: the number by which native/forward.cpp knows what this class stores, and no subclass; 0: it does not.
 
+    `llama.testing.check_cache_kind` checks a kind against all of this; a new claim about every kind is added there.
     Every tensor attribute without a leading underscore is stored memory: it is counted, freed, copied and saved.
     `layer` is the layer's number, out of `args.n_layers`. `rope` has the model's angles, for kinds that rotate keys.
     `reserved` is the (rows, length) of the last `reserve`; (0, 0) after `free`.

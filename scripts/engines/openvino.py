@@ -16,7 +16,7 @@ from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.run.batching_engine import BatchingEngine
 from llama.bench.run.engines import Prompts, Source, check_on_cpu, needed
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.host.machine import dtype_name
 from llama.model import Transformer

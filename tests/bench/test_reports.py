@@ -40,7 +40,6 @@ from matplotlib.text import Text
 from llama.bench.report.contents import NOISY, title
 from llama.bench.report.derived import crossovers, exponent, fits, growth
 from llama.bench.report.files import write_report
-from llama.bench.report.findings import findings, range_faster
 from llama.bench.report.page import report_page
 from llama.bench.report.plots.canvas import SMALL, STYLE, as_png, as_svg, error_bars, heading, new_figure
 from llama.bench.report.plots.pictures import (
@@ -52,6 +51,7 @@ from llama.bench.report.plots.pictures import (
     draw_time,
     figures,
 )
+from llama.bench.report.sentences import findings, range_faster
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown, warnings_text
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of

@@ -33,7 +33,7 @@ from llama.args import ModelArgs
 from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.llama_cpp_engine import LlamaCppEngine
 from llama.checkpoint import open_checkpoint
-from llama.checkpoint.base import BLOCK_NUMBERS, Weight, needed_shapes
+from llama.checkpoint.assemble import BLOCK_NUMBERS, Weight, needed_shapes
 from llama.checkpoint.convert import convert
 from llama.checkpoint.gguf_writer import planned
 from llama.cli.convert import main

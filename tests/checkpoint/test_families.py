@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint import CheckpointError, huggingface, load_weights, open_checkpoint
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.export import save_gguf, save_huggingface
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.model import Transformer

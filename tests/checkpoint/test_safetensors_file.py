@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from tables import table
 from untrusted.malformed.cases import safetensors
 
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.huggingface import WEIGHT_DTYPES, read_shard
 
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llama.fast.choose import make_fast
 from llama.fast.fingerprint import Snapshot, check_moment
 from llama.fast.native_build import NoNativeCode
-from llama.fast.native_description import check_tensor
+from llama.fast.native_model import check_tensor
 from llama.fast.native_runner import NativeRunner
 from llama.fast.supported import Unsupported
 from llama.layers import RowParallelLinear

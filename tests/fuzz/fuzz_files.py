@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
-from llama.checkpoint.base import needed_shapes
+from llama.checkpoint.assemble import needed_shapes
 from llama.checkpoint.huggingface import WEIGHT_DTYPES, weights_header
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.gguf_header import parse_header as parse_gguf

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llama.bench.run.step_times import cache_sizes, step_times
 from llama.checkpoint import load_weights, open_checkpoint
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.checkpoint.export import save_huggingface
 from llama.costs import cache_bytes, parameters
 from llama.model import Transformer

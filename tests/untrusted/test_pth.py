@@ -15,7 +15,7 @@ from fuzz.fuzz_pickle import same_bits, saved
 from tables import table
 
 from llama.checkpoint import CheckpointError
-from llama.checkpoint.base import Weight
+from llama.checkpoint.assemble import Weight
 from llama.untrusted.mapped import MappedFile
 from llama.untrusted.pth import read_pth_header
 from llama.untrusted.zip_reader import MAX_RECORDS, read_records

@@ -21,7 +21,7 @@ from llama.bench.run.memory import resident_bytes
 from llama.bench.run.memory_ledger import check_length, check_memory
 from llama.bench.run.transformers_engine import TransformersEngine
 from llama.checkpoint import Checkpoint, file_bytes_of, load_weights, materialise, open_checkpoint, stored_bytes
-from llama.checkpoint.base import Weight, needed_shapes
+from llama.checkpoint.assemble import Weight, needed_shapes
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.costs import RELEASED, parameters
 from llama.fast.choose import make_fast

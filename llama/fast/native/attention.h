@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "stored.h"
+#include "cache_slots.h"
 
 namespace {
 

@@ -14,9 +14,9 @@ from llama.bench.report.cells import CellView, groups
 from llama.bench.report.columns import NOT_JUDGED, NOT_MEASURED, megabytes
 from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.derived import crossovers, growth, saved, step_groups, unbeaten
-from llama.bench.report.findings import crossover_words, faster, in_seconds, range_faster, share_of_full
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
+from llama.bench.report.sentences import crossover_words, faster, in_seconds, range_faster, share_of_full
 from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread, spread
