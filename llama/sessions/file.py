@@ -104,6 +104,8 @@ class IdsOnly:
 def save_session(path: str | PathLike[str], content: Content, model: Switches, tokenizer: TextCodec) -> None:
     """Write the file, readable by its owner only, or replace it as a whole. Raises ValueError if that fails."""
     _check_alone(model)
+    if not isinstance(content.note, str | None):
+        raise ValueError(f"session.note={content.note!r:.80} must be a text or None")
     tensors = _tensors(content)
     facts = {
         **{name: getattr(content, name) for name in _OWN},

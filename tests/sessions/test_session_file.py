@@ -262,6 +262,10 @@ def test_a_note_that_no_session_could_be_loaded_with_is_refused_when_it_is_saved
     session.note = "x" * (1 << 24)
     with pytest.raises(ValueError, match=r"header .* 1677\d+ bytes, and the limit is 16777216; shorten session.note"):
         session.save(path)
+    for note in (5, {"a": 1}, {1}, True):
+        session.note = note  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"^session.note=.* must be a text or None$"):
+            session.save(path)
     assert path.read_bytes() == before
 
 
