@@ -32,7 +32,7 @@ def _of_this_library(kind: type[KVCache]) -> Iterator[type[KVCache]]:
             yield from _of_this_library(one)
 
 
-# The kinds that are served, and their numbers in `native/forward.cpp`. ScoredCache stands for subclasses: `served_as`.
+# The kinds that are served, and their numbers in `native/call.h`. ScoredCache stands for subclasses: `served_as`.
 KINDS = {
     kind: kind.native
     for kind in sorted(_of_this_library(KVCache), key=lambda kind: kind.native)

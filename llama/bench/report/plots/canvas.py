@@ -1,6 +1,6 @@
 """The parts that all pictures share: sizes, axes and marks, and the output as PNG and SVG.
 
-Knows no figure of any report. All colours are those of `llama.palette`.
+Knows no figure of any report. All colours are those of `llama.host.palette`.
 """
 
 import io
