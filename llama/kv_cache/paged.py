@@ -202,8 +202,8 @@ class PagedCache(KVCache, kind="paged"):
 
     def prepare(self, rows: Rows, like: Tensor) -> None:
         """Take the blocks that the rows write. Padding is not stored."""
+        super().prepare(rows, like)
         if not self._has_blocks(rows):
-            super().prepare(rows, like)
             self._take(rows.starts, rows.lengths, like)
 
     def _has_blocks(self, rows: Rows) -> bool:

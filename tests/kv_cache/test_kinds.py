@@ -389,6 +389,18 @@ def test_limits_of_a_kind_count_what_it_stores() -> None:
     assert model.generate_tokens([list(range(12))], 2, echo=True, logprobs=True)
 
 
+@torch.inference_mode()
+def test_a_cache_for_fewer_positions_refuses_the_next_one_also_in_memory_that_it_has() -> None:
+    """19 positions end in the middle of a block, a page and a group. A window is bounded by itself."""
+    model, tokens = tiny_model(max_seq_len=64), some_tokens(1, 20)
+    for kind in sorted({kind.partition(":")[0] for kind in KINDS} - {"window"}):
+        cache = model.new_cache(kind, max_seq_len=19)
+        model(tokens[:, :18], cache=cache)
+        model(tokens[:, 18:19], 18, cache=cache)
+        with pytest.raises(ValueError, match="a text of 20 positions goes past max_seq_len=19"):
+            model(tokens[:, 19:], 19, cache=cache)
+
+
 @pytest.mark.parametrize("kind", ["window:20+2@0;window:10+2", "window:10+2@0;static", "window:10+2@1;int8"])
 def test_echoed_log_probabilities_need_every_layer_to_store_the_prompt(kind: str) -> None:
     model = tiny_model(kv_cache="static")
