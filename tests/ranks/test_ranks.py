@@ -117,7 +117,10 @@ def test_two_ranks_have_the_logits_and_texts_of_one_process(folder: Path) -> Non
         rank.start()
     for rank in ranks:
         rank.join(150)
+    codes = [rank.exitcode for rank in ranks]  # None for a rank that has not ended
+    for rank in ranks:
         rank.kill()
+    assert codes == [0, 0]
     assert failures(folder, 2, ranks_child.FEW) == []
 
 
