@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable
 def unrefused(
     calls: Iterable[tuple[Callable[[], object], str]], error: type[Exception] | tuple[type[Exception], ...] = ValueError
 ) -> list[str]:
-    """Return a line for each call that does not raise `error` with a message in which its pattern is found."""
-    lines = []
+    """Return a line for each call that does not raise `error` with a message in which its pattern is found.
+
+    A table without calls is an error, because such a test could not fail.
+    """
+    calls, lines = list(calls), []
+    assert calls
     for number, (call, pattern) in enumerate(calls):
         try:
             found = f"returned {call()!r}"

@@ -11,7 +11,8 @@ import pytest
 def table(names: str, rows: Iterable[Any]) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Return a decorator that calls a test once for each row, whose values are the parameters `names`.
 
-    The test's other parameters are fixtures, which all rows share. A row of one name is the value itself.
+    The test's other parameters are fixtures, which all rows share. A row of one name is the value itself. A row that
+    skips is a failure, because a skip would hide the failures of other rows.
     """
     own = names.replace(" ", "").split(",")
     rows = [tuple(row) if len(own) > 1 else (row,) for row in rows]
@@ -23,7 +24,7 @@ def table(names: str, rows: Iterable[Any]) -> Callable[[Callable[..., object]], 
             for row in rows:
                 try:
                     check(**dict(zip(own, row, strict=True)), **fixtures)
-                except (Exception, pytest.fail.Exception) as error:
+                except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                     failures.append(f"{row!r:.200}: {type(error).__name__}: {error}")
             assert rows
             assert not failures, f"{len(failures)} of {len(rows)} cases:\n" + "\n".join(failures)
