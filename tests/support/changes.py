@@ -343,7 +343,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-# One of each family: a cast, a new parameter, a hook, a module, an operation, a size, angles, a class.
+# One of each family: a cast, a new parameter, a hook, a module, an operation, a size.
 SOME = ("double", "assign_a_parameter", "hook_that_changes", "wrap_a_module", "change_one_operation", "prune_all_mlps")
 # Parametrize a test of a runner; that each change is seen at all is the claim of the fingerprint's tests.
 some_changes = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tiny Llama models, what one reads from them, attention weights by loops, and caches full of NaN.
+"""Tiny Llama models, functions that read them, attention weights by loops, and caches full of NaN.
 
 Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake there cannot be made twice.
 """
