@@ -78,7 +78,6 @@ struct Carver {  // allocates from the workspace, or only counts
 
 // Sizes of what is processed at a time, to fit into the inner CPU caches:
 constexpr Int PAGE = 16;           // positions in a block of a paged cache, and in a page of QUEST
-constexpr Int BLOCK_TOKENS = 48;   // of a block that one thread computes
 constexpr Int SHARED_TOKENS = 64;  // of a block that all threads compute, each with its own rounded copy
 
 // The sizes of a call, and the row and the position of each of its tokens.

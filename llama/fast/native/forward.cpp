@@ -14,14 +14,18 @@
 namespace {
 
 constexpr Int SCORED = 64;  // tokens whose logits are computed at a time
+// Tokens of a block that one thread computes. Tiles multiply faster than weights are read, so they need more tokens.
+constexpr Int BLOCK_TOKENS = 48, BLOCK_TOKENS_OF_TILES = 256;
 
 template <class T, class Product>
 struct Forward : Call {
     Carver carver;
     const Product product_of{model.mixed != 0};
     Int scored = batch.all ? tokens : batch.rows;  // tokens whose logits are computed
-    Int blocks = one_block ? 1 : threads * ((tokens + threads * BLOCK_TOKENS - 1) / (threads * BLOCK_TOKENS));
-    Int block_rows = one_block ? tokens : BLOCK_TOKENS;  // of tokens
+    bool direct = product_of.direct();
+    Int most_rows = direct ? BLOCK_TOKENS_OF_TILES : BLOCK_TOKENS;
+    Int blocks = one_block ? 1 : threads * ((tokens + threads * most_rows - 1) / (threads * most_rows));
+    Int block_rows = one_block ? tokens : std::min(most_rows, tokens / blocks + 2 * TOGETHER);  // the most of a block
     Int widest = std::max(model.dim, model.hidden), scored_rows = std::min(scored, SCORED);
     // In the workspace, of every token:
     float *h = carver.take<float>(tokens * model.dim), *q = carver.take<float>(tokens * queries);
@@ -30,13 +34,16 @@ struct Forward : Call {
     // Of the tokens of the blocks that are computed at a time:
     Int rows_at_once = one_block ? block_rows : threads * block_rows;
     float *k = carver.take<float>(rows_at_once * kv), *v = carver.take<float>(rows_at_once * kv);
-    float *gate = carver.take<float>(rows_at_once * widest), *up = carver.take<float>(rows_at_once * widest);
+    Int wide_floats = direct ? 0 : rows_at_once * widest;
+    float *gate = carver.take<float>(wide_floats), *up = carver.take<float>(wide_floats);
+    Int hidden_bytes = direct ? whole_tiles(block_rows) * product_of.bytes(model.hidden) : 0;
+    char* hidden_factors = carver.take<char>((one_block ? 1 : threads) * hidden_bytes);  // the rows of w2
     // Each thread's:
     float* scaled_row = carver.take<float>(threads * model.dim);
     Int rounded_bytes = std::max(whole_tiles(block_rows) * product_of.bytes(std::max(queries, widest)),
                                  whole_tiles(scored_rows) * product_of.bytes(model.dim));
     char* rounded = carver.take<char>(threads * rounded_bytes);
-    Int panels_bytes = product_of.room_for(std::max(queries, widest), model.mapped);
+    Int panels_bytes = product_of.room_for(std::max(block_rows, scored_rows), std::max(queries, widest), model.mapped);
     char* panels = carver.take<char>(threads * panels_bytes);  // see `Team`
     Largest* found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
     float* penalized_row = carver.take<float>(threads * penalized(batch.choice));
@@ -95,10 +102,8 @@ struct Forward : Call {
                 added(layer.wo, own, count, team, h + first * model.dim, gate + slot * widest);
                 team.wait();
                 normed(h + first * model.dim, count, team, (const T*)layer.ffn_norm, scaled, own);
-                gated(layer, own, count, team, gate + slot * widest, up + slot * widest);
-                team.wait();
-                rows_rounded(gate + slot * widest, count, team, model.hidden, own);
-                added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest);
+                const char* hidden = hidden_rows(layer, own, count, team, slot);
+                added(layer.w2, hidden, count, team, h + first * model.dim, up + slot * widest);
                 team.wait();
             });
             if (stored.copies()) all.wait();  // before the next layer's keys overwrite these
@@ -131,7 +136,8 @@ struct Forward : Call {
         const Int size = product_of.bytes(length);
         each_row(count, team, [&](Int r) { act(r, to + r * size); });
         if (!product_of.arranges()) return;
-        each_row(whole_tiles(count) / TILE, team, [&](Int i) { product_of.arrange(to + i * TILE * size, size, length); });
+        each_row(whole_tiles(count) / TILE, team,
+                 [&](Int i) { product_of.arrange(to + i * TILE * size, size, length, team.room); });
     }
 
     void rows_rounded(const float* x, Int count, const Team& team, Int length, char* to) const {
@@ -180,26 +186,33 @@ struct Forward : Call {
         });
     }
 
-    // The same, added to `to`; the product is written to `scratch`.
+    // The same, added to `to`; the product is written to `scratch`, if it is not direct.
     void added(const Matrix& matrix, const char* x, Int count, const Team& team, float* to, float* scratch) const {
         team.share(matrix.columns, [&](Int first, Int end) {
+            if (direct)
+                return product_of.multiply_direct(matrix, x, count, first, end, to, matrix.columns, team.room);
             product_of.multiply(matrix, x, count, first, end, scratch, matrix.columns, team.room);
             for (Int r = 0; r < count; r++)
                 for (Int c = first; c < end; c++) to[r * matrix.columns + c] += scratch[r * matrix.columns + c];
         });
     }
 
-    // Write the MLP's hidden numbers, silu(w1 x) * w3 x, to `g`, and w3 x to `u`.
-    void gated(const Layer& layer, const char* x, Int count, const Team& team, float* g, float* u) const {
+    // Compute the MLP's hidden numbers of the rows at `x`, and return them as the rows of the next product.
+    const char* hidden_rows(const Layer& layer, char* x, Int count, const Team& team, Int slot) const {
+        float *g = gate + slot * widest, *u = up + slot * widest;
+        char* factors = hidden_factors + slot / block_rows * hidden_bytes;
         team.share(model.hidden, [&](Int first, Int end) {
+            if (direct) return product_of.gate_direct(layer.w1, layer.w3, x, count, first, end, factors, team.room);
             product_of.multiply(layer.w1, x, count, first, end, g, model.hidden, team.room);
             product_of.multiply(layer.w3, x, count, first, end, u, model.hidden, team.room);
             for (Int r = 0; r < count; r++)
-                for (Int i = r * model.hidden + first; i < r * model.hidden + end; i += LANES) {
-                    const floats number = widen(g + i);
-                    store(g + i, number / (1.0f + exp_of(-number)) * widen(u + i));
-                }
+                for (Int i = r * model.hidden + first; i < r * model.hidden + end; i += LANES)
+                    store(g + i, gated(widen(g + i), widen(u + i)));
         });
+        team.wait();
+        if (direct) return factors;
+        rows_rounded(g, count, team, model.hidden, x);
+        return x;
     }
 
     // The logits, by all threads together: of every row's last token, or of all.

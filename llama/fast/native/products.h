@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "matrices.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -15,15 +15,37 @@ struct Plain {
     bool mixed;  // as in Packed; unused here
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    static constexpr Int room_for(Int, bool) { return 0; }
+    static Int room_for(Int rows, Int length, bool) {
+        if (!arranges()) return 0;
+        return std::max(TILE * bytes(length), Factors::partial_sums(rows, length) * Int(sizeof(float)));
+    }
 
     static void round(const float* x, Int length, char* to) {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
     }
 
-    // Whether products read rows that are arranged for tiles: TILE rows at a time, of which some may be no rows.
-    static bool arranges() { return TILES && sizeof(T) == sizeof(bfloat) && tiles_allowed(); }
-    static void arrange(char* rows, Int size, Int length) { arrange_rows(rows, size, length); }
+    // Whether products read rows as factors of tiles: TILE rows at a time, of which some may be no rows.
+    static constexpr bool MAY_ARRANGE = TILES && std::is_same_v<T, bfloat>;
+    static bool arranges() { return MAY_ARRANGE && tiles_allowed(); }
+    static void arrange(char* rows, Int size, Int length, char* room) {
+        std::memcpy(room, rows, TILE * size);
+        Factors(rows, size, length).arrange(room, size, length);
+    }
+
+    // Whether tiles write sums where they are needed: `multiply_direct` adds them to `to`, and `gate_direct` writes the
+    // MLP's hidden numbers as the rows of the next product.
+    static bool direct() { return arranges(); }
+    static void multiply_direct(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
+                                char* room) {
+        if constexpr (MAY_ARRANGE)
+            multiply_by_tiles<true>(matrix, factors(x, matrix.length), rows, first, end, to, stride, room);
+    }
+    static void gate_direct(const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first, Int end, char* to,
+                            char* room) {
+        if constexpr (MAY_ARRANGE)
+            gate_by_tiles(w1, w3, factors(x, w1.length), rows, first, end, factors(to, w1.columns), room);
+    }
+    static Factors factors(const char* rows, Int length) { return {rows, bytes(length), length}; }
 
     static void row_of(const Matrix& matrix, Int row, float* to, char*) {
         const T* from = (const T*)matrix.weight + row * matrix.length;
@@ -32,21 +54,18 @@ struct Plain {
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
     static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
-                         char*) {
-        multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
+                         char* room) {
+        multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride, room);
     }
 
     // The same for rows `size` bytes apart.
     static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
-                         Int stride) {
+                         Int stride, char* room) {
+        if constexpr (MAY_ARRANGE)
+            if (arranges())
+                return multiply_by_tiles<false>(matrix, {x, size, matrix.length}, rows, first, end, to, stride, room);
         for (Int c = first; c < end; c += PANEL) {  // these weights stay in the innermost cache for all rows
             const T* panel = (const T*)matrix.weight + c * matrix.length;
-            if constexpr (TILES && sizeof(T) == sizeof(bfloat))
-                if (arranges()) {
-                    tile_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length,
-                              std::min<Int>(PANEL, end - c), matrix.length, to + c, stride);
-                    continue;
-                }
             all_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length, std::min<Int>(PANEL, end - c),
                      matrix.length, to + c, stride, rows > 1 ? panel + PANEL * matrix.length : nullptr);
         }
@@ -62,16 +81,14 @@ struct RoundedRow {
     std::int32_t* counts;  // the sum of every half of a GROUP, as integers
     char* numbers;         // with 16 bits in the order 0 2 1 3 of every four, which is that of masked codes
     char* widened;         // the same in 16 bits, if codes of 8 bits are multiplied in 16
-    char *upper, *lower;   // with tiles, the bytes of 16 bits, in order
 
     RoundedRow(const char* at, Int length) {
         factors = (float*)at, scales = factors + 16, sums = scales + length / GROUP;
         counts = (std::int32_t*)(sums + length / GROUP), numbers = (char*)(counts + length / HALF);
         widened = ACTIVATIONS == 8 ? numbers + length : numbers;
-        upper = numbers + length * 2, lower = upper + length;
     }
     static Int bytes(Int length) {
-        const Int bits = ACTIVATIONS == 8 ? 8 + (SUMS_OF_16_BITS ? 16 : 0) : 16 + (TILES ? 16 : 0);
+        const Int bits = ACTIVATIONS == 8 ? 8 + (SUMS_OF_16_BITS ? 16 : 0) : 16;
         return (64 + length / GROUP * 8 + length / HALF * 4 + length * bits / 8 + 63) / 64 * 64;
     }
 };
@@ -159,11 +176,6 @@ struct Packed {
                     if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
                     if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
                         store(row.widened + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
-                    if (ACTIVATIONS == 16 && TILES) {
-                        const signed_shorts both = __builtin_convertvector(whole, signed_shorts);
-                        store(row.upper + i, __builtin_convertvector(both >> 8, signed_bytes));
-                        store(row.lower + i, __builtin_convertvector(both & 255, ::bytes));
-                    }
                     some += whole;
                 }
                 const float count = sum_of(some);
@@ -185,81 +197,14 @@ struct Packed {
         return ::largest_of(most) + sum_of(lost);
     }
 
+    static bool direct() { return false; }
+    static void multiply_direct(const Matrix&, const char*, Int, Int, Int, float*, Int, char*) {}
+    static void gate_direct(const Matrix&, const Matrix&, const char*, Int, Int, Int, char*, char*) {}
+
     // Whether the rows for plain matrices are arranged for tiles, and how.
     bool arranges() const { return mixed && Plain<T>::arranges(); }
-    void arrange(char* rows, Int size, Int length) const {
-        Plain<T>::arrange(rows + Row::bytes(length), size, length);
-    }
-
-    // `rows` rows, a multiple of TILE, times the panel of columns from `c` on: the bits of `some`.
-    template <int BITS>
-    static void by_tiles(const Matrix& matrix, const char* x, Int size, Int rows, Int c, float* to, Int stride) {
-        constexpr int SPANS = spans(BITS), SPAN = GROUP / SPANS, EACH = PANEL / LANES, MOST = 4 * TILE;
-        const Int length = matrix.length;
-        Place at[EACH];
-        UNROLL for (int v = 0; v < EACH; v++) at[v] = Place(matrix, c / PANEL, v * LANES, BITS);
-        configure_tiles({TILE, SPAN});
-        for (Int first = 0; first < rows; first += MOST) {
-            const Int end = std::min(rows, first + MOST);
-            alignas(64) float sums[MOST * PANEL] = {};
-            for (Int g = 0; g < length / GROUP; g++) {
-                alignas(64) char codes[GROUP * PANEL];
-                for (int h = 0; h < 2; h++)
-                    UNROLL for (int w = 0; w < 4; w++)
-                        UNROLL for (int v = 0; v < EACH; v++) {
-                            const words four = four_codes<BITS>(at[v].codes + g * PANEL * BITS * 4, h, w);
-                            store(codes + (4 * h + w) * PANEL * 4 + v * VECTOR, four);
-                        }
-                UNROLL for (int s = 0; s < SPANS; s++) {
-                    floats scales[EACH], zeros[EACH] = {};
-                    all_at<&Place::scales>(at, g * SPANS + s, g, scales);
-                    if (matrix.zeros) all_at<&Place::zeros>(at, g * SPANS + s, g, zeros);
-                    for (Int r = first; r < end; r += TILE) {
-                        alignas(64) std::int32_t products[TILE * PANEL];
-                        multiply_tile(x + r * size, size, length, g * GROUP + s * SPAN, codes + s * SPAN * PANEL, products);
-                        for (Int i = 0; i < TILE; i++) {
-                            const Row row(x + (r + i) * size, length);
-                            const std::int32_t* counts = row.counts + 2 * g;
-                            const std::int32_t count = SPANS == 2 ? counts[s] : counts[0] + counts[1];
-                            UNROLL for (int v = 0; v < EACH; v++) {
-                                float* sum = sums + (r - first + i) * PANEL + v * LANES;
-                                const ints whole = load<ints>(products + i * PANEL + v * LANES) -
-                                                   std::int32_t(matrix.offset) * count;
-                                floats product = __builtin_convertvector(whole, floats), total = widen(sum);
-                                if (ACTIVATIONS == 8) product *= row.scales[g];
-                                if (matrix.zeros) total = multiply_add(total, zeros[v], row.sums[g]);
-                                store(sum, multiply_add(total, scales[v], product));
-                            }
-                        }
-                    }
-                }
-            }
-            const Int columns = std::min<Int>(PANEL, matrix.columns - c);
-            for (Int r = first; r < end; r++) {
-                const float* factors = Row(x + r * size, length).factors;
-                float* sum = sums + (r - first) * PANEL;
-                for (Int i = 0; i < PANEL; i += LANES) store(sum + i, widen(sum + i) * factors[0] * factors[1]);
-                std::memcpy(to + r * stride + c, sum, columns * sizeof(float));
-            }
-        }
-        release_tiles();
-    }
-
-    // The products of TILE rows from their number `k` on with the codes of a span of PANEL columns, added.
-    static INLINE void multiply_tile(const char* x, Int size, Int length, Int k, const char* codes, std::int32_t* to) {
-        const Row row(x, length);
-        TILE_ZERO(0);
-        TILE_READ(4, (ACTIVATIONS == 16 ? row.upper : row.numbers) + k, size);
-        TILE_READ(5, codes, PANEL * 4);
-        TILE_ADD_SIGNED(0, 4, 5);
-        TILE_WRITE(0, to, PANEL * 4);
-        if (ACTIVATIONS == 8) return;
-        alignas(64) std::int32_t lower[TILE * PANEL];
-        TILE_ZERO(1);
-        TILE_READ(4, row.lower + k, size);
-        TILE_ADD_UNSIGNED(1, 4, 5);
-        TILE_WRITE(1, lower, PANEL * 4);
-        for (Int i = 0; i < TILE * PANEL; i += LANES) store(to + i, load<ints>(to + i) * 256 + load<ints>(lower + i));
+    void arrange(char* rows, Int size, Int length, char* room) const {
+        Plain<T>::arrange(rows + Row::bytes(length), size, length, room);
     }
 
     // Whether products with codes of so many bits multiply in 16 bits.
@@ -390,18 +335,14 @@ struct Packed {
             const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
             char* rest = room + separated_bytes(matrix.length);
             const Matrix here = matrix.block ? unpacked(matrix, c, panels, rest) : matrix;
-            const Int tiled = TILES && tiles_allowed() ? rows / TILE * TILE : 0;
-            if constexpr (TILES)
-                for (Int p = 0; tiled && p < panels; p++)
-                    by_tiles<BITS>(here, x, size, tiled, c - skipped + p * PANEL, to + skipped, stride);
             constexpr bool DIFFER = BITS < 8 || parts(BITS) > 1;  // from the codes as they are stored
             const bool fit = separated_bytes(matrix.length) <= MOST_SEPARATED;
-            const bool apart = DIFFER && many && fit && rows - tiled >= SHARED_BY;
+            const bool apart = DIFFER && many && fit && rows >= SHARED_BY;
             if (apart) separate<BITS>(here, c - skipped, panels, room);
-            by_rows(rows - tiled, [&](auto n, Int r) {
+            by_rows(rows, [&](auto n, Int r) {
                 constexpr int ROWS = decltype(n)::value;
-                const char* from = x + (tiled + r) * size;
-                float* out = to + (tiled + r) * stride + skipped;
+                const char* from = x + r * size;
+                float* out = to + r * stride + skipped;
                 if constexpr (DIFFER && ROWS == TOGETHER)
                     if (apart) return some<BITS, ROWS, MOST, true>(here, from, size, c - skipped, out, stride, room);
                 many ? some<BITS, ROWS, MOST>(here, from, size, c - skipped, out, stride)
@@ -412,15 +353,16 @@ struct Packed {
     }
 
     // The bytes of `room` that a thread needs for matrices of this length.
-    static constexpr Int room_for(Int length, bool mapped) {
-        return separated_bytes(length) + (mapped ? room_of(MOST, length) : 0);
+    Int room_for(Int rows, Int length, bool mapped) const {
+        const Int packed = separated_bytes(length) + (mapped ? room_of(MOST, length) : 0);
+        return std::max(packed, mixed ? Plain<T>::room_for(rows, length, mapped) : 0);
     }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                   char* room) const {
         if (!matrix.bits)
             return Plain<T>::multiply(matrix, x + Row::bytes(matrix.length), bytes(matrix.length), rows, first, end, to,
-                                      stride);
+                                      stride, room);
         with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride, room); });
     }
 

@@ -168,12 +168,14 @@ INLINE floats widen(const std::int8_t* x) {
 
 INLINE void narrow(floats x, float* to) { store(to, x); }
 
-INLINE void narrow(floats x, bfloat* to) {
+INLINE words bfloat_bits(floats x) {
     words bits = (words)x;
     words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
     words quiet = (words)(x != x);                                 // a nan stays a nan
-    store(to, __builtin_convertvector((rounded & ~quiet) | (0x7fc0u & quiet), shorts));
+    return (rounded & ~quiet) | (0x7fc0u & quiet);
 }
+
+INLINE void narrow(floats x, bfloat* to) { store(to, __builtin_convertvector(bfloat_bits(x), shorts)); }
 
 INLINE void narrow(floats x, short_scale* to) {  // to nearest, halves up
     store(to, __builtin_convertvector(((words)x + 0x4000u) >> 15, shorts));
@@ -237,6 +239,9 @@ INLINE floats exp_of(floats x) {
     p = multiply_add(r + 1.0f, p * r, r);
     return (floats)((words)(p * (floats)((exponent + 127) << 23)) & ~far);
 }
+
+// The hidden number of an MLP: silu(gate) * up.
+INLINE floats gated(floats gate, floats up) { return gate / (1.0f + exp_of(-gate)) * up; }
 
 // exp, within two units in the last place from -700 to 0, below that 0. Source: its series, with ln 2 in two parts as in
 // fdlibm's e_exp.c.

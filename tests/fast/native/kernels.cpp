@@ -229,10 +229,10 @@ std::vector<float> activations(Dice& dice, Int length, bool packed) {
 template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
-    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(matrix.length, true));
+    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(rows, matrix.length, true));
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
     for (Int r = 0; kind.arranges() && r < rows; r += TILE)
-        kind.arrange(rounded.data() + r * size, size, matrix.length);
+        kind.arrange(rounded.data() + r * size, size, matrix.length, room.data());
     std::vector<float> to(rows * matrix.columns);
     const Team alone{0, 1, nullptr, room.data()};
     alone.share(matrix.columns, [&](Int first, Int end) {
@@ -253,7 +253,7 @@ void products(const std::string& name, const Product& kind, const Matrix& matrix
         print(with_rows, some);
     }
     std::vector<float> own(matrix.columns * matrix.length);
-    std::vector<char> room(kind.room_for(matrix.length, true));
+    std::vector<char> room(kind.room_for(1, matrix.length, true));
     for (Int c = 0; c < matrix.columns; c++) kind.row_of(matrix, c, own.data() + c * matrix.length, room.data());
     exact(name + ", the matrix", own);
 }
@@ -269,6 +269,17 @@ void plain_products() {
                                  std::to_string(length);
         products(name, Plain<T>{}, matrix, sums);
     }
+}
+
+// Tiles multiply rows that do not fit into a cache in parts: 33 of these do not, and 17 of them do.
+void products_in_parts() {
+    Dice dice{12};
+    const std::vector<bfloat> weight = numbers<bfloat>(dice, 35 * 11008, 1.0f);
+    Matrix matrix{};
+    matrix.weight = weight.data(), matrix.columns = 35, matrix.length = 11008;
+    const std::vector<float> x = activations(dice, matrix.length, false);
+    const Plain<bfloat> kind{};
+    require_start(product(kind, matrix, x, 17), product(kind, matrix, x, MOST_ROWS), "products in parts");
 }
 
 // A packed matrix of random codes and scales.
@@ -594,7 +605,7 @@ void choices() {
 int main() {
     std::printf("build\t%d\t%s\n", LANES, instructions());
     conversions<bfloat>(), conversions<half>(), conversions<short_scale>(), whole_numbers(), functions();
-    plain_products<float>(), plain_products<bfloat>();
+    plain_products<float>(), plain_products<bfloat>(), products_in_parts();
     packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
     all_groups();
 #if !defined(KERNELS_ALONE)
