@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 from llama.bench.cell import Cell
 from llama.host.machine import Ceilings
 
-SCHEMA = "llama-kv/benchmark/2"
+SCHEMA = "llama-kv/benchmark/3"
 
 Status = Literal["ok", "violated", "noisy", "not observed"]
 

@@ -78,6 +78,7 @@ def main(
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
     kind = lossless_kind(kv_cache)
     path = Path(output)
+    check_replaced(path)
     check_writable(path)
     packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     if pick_device(device).type == "cpu":
@@ -118,6 +119,14 @@ def check_numbers(**numbers: int) -> None:
     for name, number in numbers.items():
         if number < least[name]:
             raise ValueError(f"{name}={number} must be at least {least[name]}")
+
+
+def check_replaced(path: Path) -> None:
+    """Raise ValueError for a file that this command did not write: it would be overwritten."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if b'"llama-kv/verify/' not in file.read(100):
+                raise ValueError(f"{path} is not a file of this command; move it away, or give another --output")
 
 
 def lossless_kind(text: str) -> str:

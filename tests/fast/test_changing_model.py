@@ -31,7 +31,7 @@ COUNTS = Counter[str]()  # forwards by their outcome
 class ChangingModel(RuleBasedStateMachine):
     """Two models with the same calls and changes: `plain` runs its modules, `fast` native code where it can."""
 
-    kinds: tuple[str, ...]  # of weights; each is a library to compile
+    kinds: tuple[str, ...] = ("fp32", "int8")  # of weights; each is a library to compile
 
     def __init__(self) -> None:
         super().__init__()

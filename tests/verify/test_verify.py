@@ -384,3 +384,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     command.file.mkdir()
     assert f"{command.file}: Is a directory" in command()[1]
     assert list(command.file.iterdir()) == []
+    command.file = tmp_path / "params.json"
+    command.file.write_text("{}")
+    assert f"{command.file} is not a file of this command" in command()[1]
+    assert command.file.read_text() == "{}"
