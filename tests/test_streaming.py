@@ -148,6 +148,7 @@ def test_a_stop_string_inside_one_token_cuts_that_token_s_text_and_keeps_its_id(
     assert result == {"generation": "he", "ids": [HELLO], "finish_reason": "stop"}
     result = one(saying([HELLO, HELLO]), stop="loh")
     assert result == {"generation": "hel", "ids": [HELLO, HELLO], "finish_reason": "stop"}
+    assert one(saying([HELLO]), stop=["lo", "el"])["generation"] == "h", "the first one in the text"
 
 
 def test_a_stop_string_that_only_the_end_completes_is_a_stop() -> None:
