@@ -122,7 +122,7 @@ def test_a_sound_model_is_certified_with_code_0(command: Command) -> None:
 
 def test_a_report_is_written_with_its_configuration_and_machine_and_replaces_the_one_before(command: Command) -> None:
     command.file.parent.mkdir()
-    command.file.write_text("an older report")
+    command.file.write_text(json.dumps({"schema": "llama-kv/verify/3"}))
     command("--seed=3", "--dtype=bf16", "--kv_cache=concat")
     written = command.written
     (run,) = written["runs"]
