@@ -23,8 +23,9 @@ from llama.model import Transformer
 pytestmark = needs_a_compiler
 VOCAB = 37
 LONGEST = 60
-# Changes after which the plain path has no defined result: it reads memory that was never written.
-UNDEFINED = {"put_a_cache_of_ones"}
+# Changes after which a later call has no defined result: the plain path reads memory that was never written, and a copy
+# of a model by PyTorch ends the process if a weight has no memory.
+UNDEFINED = {"put_a_cache_of_ones", "take_the_memory_of_a_matrix"}
 COUNTS = Counter[str]()  # forwards by their outcome
 
 
