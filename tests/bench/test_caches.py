@@ -67,10 +67,10 @@ def measured(base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float 
     return run.report
 
 
-def judged(cell: Cell, **changes: Any) -> list[Row]:
-    """Return the rows of the job that judges a kind on the text of a whole run, without needles."""
+def judged(cell: Cell, needles: int = 0, **changes: Any) -> list[Row]:
+    """Return the rows of the job that judges a kind on the text of a whole run."""
     plan: Any = {"text": cache_kind.OWN_TEXT, "prompt_len": None, "longest": LENGTH} | changes
-    choose_text(plan, (SCORED, 10, 0, 0), 160)
+    choose_text(plan, (SCORED, 10, needles, needles), 160)
     rows: list[Row] = worker.JOBS["cache_quality"](cell, plan=plan)["rows"]
     return rows
 
@@ -325,6 +325,13 @@ def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_dro
     assert sorted(kind.partition(":")[0] for kind in named) == sorted(KVCache.kinds)
     assert named[0] == "static"
     assert "window:40+4" in named, "of a model of 160 tokens"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_needle_is_not_judged_if_the_kind_has_dropped_nothing_of_its_text(base: Cell) -> None:
+    for budget, dropped in ((100, True), (140, False)):
+        (needle,) = (row for row in judged(base.but(kv_cache=f"h2o:{budget}"), 1) if row["figures"] == "needle")
+        assert needle["judged"] == dropped, budget
 
 
 @needs_a_compiler
