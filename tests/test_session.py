@@ -14,6 +14,7 @@ import pytest
 import torch
 from fakes import Bytes
 from refusals import unrefused
+from tables import cases
 from tiny import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
 
 from llama.kv_cache import PagedCache, StaticCache
@@ -28,8 +29,7 @@ KINDS = (*LOSSLESS, "int8", "int4", "window:20+3")
 
 def kinds(*default: str, of: Sequence[str] = KINDS) -> Any:
     """Parametrize a test with kinds of cache; those that are not `default` are slow."""
-    params = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in default)) for kind in of]
-    return pytest.mark.parametrize("kv_cache", params)
+    return pytest.mark.parametrize("kv_cache", cases(of, *default))
 
 
 EVERY = (*KINDS, "rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16", "adakv:0.3", "h2o:20", "tova", "snapkv:30", "random")

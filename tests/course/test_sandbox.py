@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tables import cases
 
 from course import grade
 from course.make import KIT, make
@@ -63,9 +64,7 @@ def submission(folder: Path, code: str | None) -> Path:
 SOME = ("loops", "forks", "takes memory", "deletes its files", "writes results of its own")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in HOSTILE]
-)
+@pytest.mark.parametrize("name", cases(HOSTILE, *SOME))
 def test_a_submission_that_cannot_run_gets_the_reason(name: str, tmp_path: Path) -> None:
     code, reason = HOSTILE[name]
     limits = replace(TIGHT, seconds=1.0) if "not done" in reason else TIGHT

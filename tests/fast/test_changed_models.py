@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from changes import CHANGES, check_alike, outcome
 from fakes import Ids
 from generations import GREEDY
-from native import ARGS, EVERYTHING, FOLDER, VOCAB, cases, model_of, needs_a_compiler, served, twins
+from native import ARGS, EVERYTHING, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
+from tables import cases
 from tiny import some_tokens
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from generations import GREEDY
-from native import ARGS, VOCAB, cases, needs_a_compiler, served, tolerance, twins
+from native import ARGS, VOCAB, needs_a_compiler, served, tolerance, twins
+from tables import cases
 from tiny import bits, some_tokens
 from torch import Tensor
 

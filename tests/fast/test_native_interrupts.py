@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 from interrupts import Sessions, Texts, failing_at, interrupted, lines_of
-from native import ARGS, cases, needs_a_compiler, served, twins
+from native import ARGS, needs_a_compiler, served, twins
+from tables import cases
 from tiny import some_tokens
 
 pytestmark = needs_a_compiler

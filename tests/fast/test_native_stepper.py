@@ -20,7 +20,8 @@ from fakes import Ids
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ARGS, FOLDER, VOCAB, cases, needs_a_compiler, served, twins
+from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from tables import cases
 from threads import elsewhere, in_threads
 from torch import Tensor
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import cases
 from tiny import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
 
@@ -25,12 +26,10 @@ KINDS = [*WHOLE, *DROPPING]
 DEFAULT = ("static", "paged", "int8", "window:20+3", "adakv:0.3")  # one of each base; the others with --slow
 CHECKED = ("paged", "adakv:0.3")  # all claims of a kind take a second
 BY_LAYER = ["int4@0;static", "static@0;kivi:2+16"]
-EVERY = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+EVERY = cases(KINDS, *DEFAULT)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in CHECKED)) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", cases(KINDS, *CHECKED))
 def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
     passed = check_cache_kind(kind)
     of = KVCache.named(kind)
@@ -53,7 +52,7 @@ def test_a_kind_says_whether_it_allocates_what_was_reserved() -> None:
         assert (reserved.nbytes > other.nbytes) == other.preallocates, kind
 
 
-@pytest.mark.parametrize("kind", [*EVERY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in BY_LAYER)])
+@pytest.mark.parametrize("kind", [*EVERY, *cases(BY_LAYER)])
 def test_prompts_that_share_a_prefix_give_the_text_that_each_gives_alone(kind: str) -> None:
     model, tokens = tiny_model(max_seq_len=256, head_dim=32, vocab_size=400), some_tokens(1, 130, vocab_size=400)[0]
     prompts = [[*tokens.tolist(), *range(n, 3 * n)] for n in (1, 7)]

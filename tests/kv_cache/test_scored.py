@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import cases
 from tiny import FP64_TOLERANCE, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
@@ -21,11 +22,6 @@ from llama.ops import attention_weights
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 from llama.streaming import encode_prompt
-
-
-def slow(*kinds: str) -> list[Any]:
-    return [pytest.param(kind, marks=pytest.mark.slow) for kind in sorted(kinds)]
-
 
 KEPT = ("random", "knorm", "keydiff", "lagkv", "snapkv", "pyramidkv", "adakv", "expected-attention", "tova", "h2o")
 
@@ -102,7 +98,7 @@ def test_invalid_parameters_are_refused_with_an_example() -> None:
 # ---- what is dropped is gone -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["adakv", "keydiff", "h2o", *slow(*(set(KEPT) - {"adakv", "keydiff", "h2o"}))])
+@pytest.mark.parametrize("kind", cases(KEPT, "adakv", "keydiff", "h2o"))
 def test_a_prompt_reads_all_of_itself_and_what_follows_reads_what_was_kept(kind: str) -> None:
     model, tokens, cache = prompted(f"{kind}:0.25", 120)
     with torch.inference_mode():
@@ -136,7 +132,7 @@ def favourite(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tens
     return scores + 20 * (keys == 0)
 
 
-@pytest.mark.parametrize("kind", ["snapkv", "adakv", "lagkv", "h2o", *slow("pyramidkv", "tova")])
+@pytest.mark.parametrize("kind", ["snapkv", "adakv", "lagkv", "h2o", *cases(["pyramidkv", "tova"])])
 def test_any_budget_keeps_the_newest_token_and_then_the_first_one_in_every_head(kind: str) -> None:
     model, tokens = tiny_model(max_seq_len=512), some_tokens(len(PROMPTS), max(PROMPTS))
     model.use(model.ops._replace(score_mod=favourite))
@@ -292,7 +288,7 @@ def test_the_positions_of_each_head_reach_a_score_mod() -> None:
     assert given[0][0, 3, 0, :20].tolist() == [*range(100, 120)]
 
 
-@pytest.mark.parametrize("kind", ["knorm", "snapkv", *slow("adakv", "duo-attention", *ALIKE)])
+@pytest.mark.parametrize("kind", ["knorm", "snapkv", *cases(["adakv", "duo-attention", *ALIKE])])
 def test_a_kind_says_whether_it_depends_on_how_a_prompt_is_cut(kind: str) -> None:
     model, tokens, whole = prompted(kind, 350)
     cut = model.new_cache(kind)
@@ -585,7 +581,7 @@ def test_expected_attention_looks_512_positions_ahead_of_a_table_that_is_shorter
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, "meta"])
-@pytest.mark.parametrize("kind", ["adakv", "quest:16", *slow("duo-attention", *(set(KEPT) - {"adakv"}))])
+@pytest.mark.parametrize("kind", cases([*KEPT, "quest:16", "duo-attention"], "adakv", "quest:16"))
 def test_the_default_dtype_and_device_of_a_program_change_nothing(kind: str, default: torch.dtype | str) -> None:
     model, tokens, expected = prompted(kind, 300, sizes={"dtype": torch.float32, "n_layers": 1})
     cache, dtype = model.new_cache(kind), torch.get_default_dtype()

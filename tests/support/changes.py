@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import cases
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -346,9 +347,7 @@ CHANGES: dict[str, Change] = {
 # One of each family: a cast, a new parameter, a hook, a module, an operation, a size.
 SOME = ("double", "assign_a_parameter", "hook_that_changes", "wrap_a_module", "change_one_operation", "prune_all_mlps")
 # Parametrize a test of a runner; that each change is seen at all is the claim of the fingerprint's tests.
-some_changes = pytest.mark.parametrize(
-    "change", [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in CHANGES]
-)
+some_changes = pytest.mark.parametrize("change", cases(CHANGES, *SOME))
 
 # What PyTorch and this project raise for unsupported values.
 REFUSALS = (ValueError, RuntimeError, IndexError, KeyError, TypeError, AttributeError, NotImplementedError)

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tables import cases
 from tiny import bits, fed_in_pieces, fp32_tolerance, some_tokens, tiny_args, tiny_model
 from torch import Tensor
 
@@ -36,18 +36,7 @@ EVERYTHING = replace(ARGS, attention_bias=True, qk_norm=True)
 KINDS = ("fp32", "bf16", "int8", "int8 in bf16", "int4", "int4 in bf16")
 
 
-def cases(parameters: Iterable[Any], *default: Any) -> list[Any]:
-    """Return parameters of which only those in `default` run without --slow.
-
-    Each kind of weights is a library of its own to compile: by default, those of fp32 and int8 alone.
-    """
-    made = []
-    for one in parameters:
-        values = one if isinstance(one, tuple) else (one,)
-        made.append(one if one in default else pytest.param(*values, marks=pytest.mark.slow))
-    return made
-
-
+# Each kind of weights is a library of its own to compile: by default, those of fp32 and int8 alone.
 each_kind = pytest.mark.parametrize("kind", cases(KINDS, "fp32", "int8"))
 
 

@@ -1,4 +1,7 @@
-"""Tables of cases in one test: every case runs, and the test fails with all cases that failed, not only the first."""
+"""Tables of cases in one test: every case runs, and the test fails with all cases that failed, not only the first.
+
+`cases` divides parameters of a test instead: those that are not named run with --slow only.
+"""
 
 import functools
 import inspect
@@ -35,3 +38,12 @@ def table(names: str, rows: Iterable[Any]) -> Callable[[Callable[..., object]], 
         return test
 
     return decorate
+
+
+def cases(parameters: Iterable[Any], *default: Any) -> list[Any]:
+    """Return parameters of which only those in `default` run without --slow."""
+    made = []
+    for one in parameters:
+        values = one if isinstance(one, tuple) else (one,)
+        made.append(one if one in default else pytest.param(*values, marks=pytest.mark.slow))
+    return made
