@@ -21,6 +21,7 @@ from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
 from llama.request import Options, Step, check_scored, listing_options, make_request
 from llama.rows import Rows
+from llama.sampling import choose_rows
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -51,7 +52,7 @@ class PlainStepper:
     """Makes the tokens of a batch by one call of the model per step; see `Stepper`."""
 
     def __init__(self, model: LanguageModel, batch: Batch, cache: Cache | None) -> None:
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.device = model, batch, model.device
         self.logits: Tensor | None = None
         self.cache = cache or made_cache(model, batch)
 
@@ -61,10 +62,10 @@ class PlainStepper:
         scored = request.echo and request.logprobs  # the only case that needs the logits of all positions
         prev_pos = [self._share_prefix()] * len(batch.rows)
         rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.prefix_len == 0)
-        logits = self._feed(batch.tokens(prev_pos), rows, "all" if scored else "last")
+        logits = self._feed(batch.tokens(prev_pos, self.device), rows, "all" if scored else "last")
         if not scored:
             self.logits = logits[:, -1]
-            yield from (Token(row, id, None, True) for row in batch.rows if request.echo for id in batch.texts[row])
+            yield from (Token(row.number, id, None, True) for row in batch.rows if request.echo for id in row.ids)
             return
         self.logits = logits[list(range(len(prev_pos))), [pos - 1 for pos in batch.cur_pos]]
         for row, prompt in enumerate(request.prompts):
@@ -79,23 +80,25 @@ class PlainStepper:
             self._decode()
 
     def _choose(self) -> Chosen:
-        """Choose the next token of every row from the logits, and append it."""
+        """Choose the next token of every row from the logits."""
         assert self.logits is not None
-        ids, ranks = self.batch.sampler(self.logits), self.model.ranks
-        chosen = self.batch.outcome(ids if ranks.size == 1 else ranks.decide(ids), self.logits)
-        self.batch.append(chosen.ids)
-        return chosen
+        ids, ranks = choose_rows(self.logits, self.batch.samplers, self.batch.draw()), self.model.ranks
+        return self.batch.outcome(ids if ranks.size == 1 else ranks.decide(ids), self.logits)
+
+    def _drop_ended(self) -> bool:
+        """Remove ended rows from the batch and the cache; return True if there were any."""
+        places = self.batch.drop_ended()
+        if places is not None and self.cache is not None:
+            self.cache.select_rows(places)
+        return places is not None
 
     def _decode(self) -> None:
         """Remove ended rows; then feed every row's newest token or, without a cache, its whole prefix."""
-        batch, cache = self.batch, self.cache
-        if len(batch.active) < len(batch.rows):
-            places = batch.drop_ended()
-            if cache is not None:
-                cache.select_rows(places)
-        prev_pos = [0] * len(batch.rows) if cache is None else [pos - 1 for pos in batch.cur_pos]
+        self._drop_ended()
+        batch = self.batch
+        prev_pos = [0] * len(batch.rows) if self.cache is None else [pos - 1 for pos in batch.cur_pos]
         lengths = list(map(sub, batch.cur_pos, prev_pos))
-        self.logits = self._feed(batch.tokens(prev_pos), Rows.at(prev_pos, lengths))[:, -1]
+        self.logits = self._feed(batch.tokens(prev_pos, self.device), Rows.at(prev_pos, lengths))[:, -1]
 
     def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
         """Call `on_step`, then the model, with tokens[:, prev_pos:cur_pos]; return the logits."""
@@ -103,7 +106,8 @@ class PlainStepper:
         if on_step is not None:
             ids = [row[:length] for row, length in zip(fed.tolist(), rows.lengths, strict=True)]
             cur_pos = list(map(add, rows.starts, rows.lengths))
-            on_step(Step(batch.rows[: len(ids)], list(rows.starts), cur_pos, ids, self.cache))
+            numbers = [row.number for row in batch.rows[: len(ids)]]
+            on_step(Step(numbers, list(rows.starts), cur_pos, ids, self.cache))
         batch.fed += sum(rows.lengths)
         return self.model(fed, rows, cache=self.cache, logits=logits)
 
@@ -113,7 +117,8 @@ class PlainStepper:
         begin, whole = batch.prefix_len, self.cache is not None and self.cache.whole_prompt
         if shared > begin and not whole:
             logger.info("%d tokens that all %d prompts begin with are fed once", shared - begin, rows)
-            self._feed(padded([batch.texts[0][begin:shared]], batch.device), Rows.at([begin], [shared - begin]))
+            common = padded([batch.rows[0].ids[begin:shared]], self.device)
+            self._feed(common, Rows.at([begin], [shared - begin]))
             begin = shared
         elif shared > begin and self.cache is not None:
             logger.info("share_prefix has no effect: what kv_cache=%s stores depends on the cut", self.cache.kind)
@@ -214,12 +219,11 @@ def _generate(model: LanguageModel, batch: Batch, cache: Cache | None) -> Genera
         model.ranks.agree(
             lambda: {"prompts": request.prompts, "options": replace(request, prompts=[], seed=None, on_step=None)}
         )
-        batch.begin(model.args.vocab_size, model.device)
         stepper = make_stepper(model.with_kv_caching(request.kv_caching), batch, cache)
         yield from stepper.prefill()
-        for chosen in stepper if batch.active else ():
+        for chosen in stepper if batch.goes_on else ():
             yield from batch.record(chosen)
-            if not batch.active:
+            if not batch.goes_on:
                 return
 
 
@@ -238,12 +242,12 @@ def _batch(
         limits, caching = model.args, model.kv_caching
         request = make_request(limits, caching, prompts, max_gen_len, stop_ids, options, bound=empty.bound)
         check_scored(request, empty)
-        return Batch(request), None
+        return Batch(request, limits.vocab_size), None
     if prefix.model is not model:
         raise ValueError("prefix is a session of another model; give one of this model's")
     request = make_request(prefix.limits, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
     cache = prefix.cache_copy(kv_caching=request.kv_caching)
-    return Batch(request, prefix_len=0 if cache is None else len(prefix.tokens)), cache
+    return Batch(request, model.args.vocab_size, prefix_len=0 if cache is None else len(prefix.tokens)), cache
 
 
 def _stream(

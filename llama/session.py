@@ -211,7 +211,7 @@ class Session:
         stops = self.tokenizer.stop_tokens
         caching, bound = self.model.kv_caching, self.bound
         request = make_request(self.limits, caching, [self.tokens], max_gen_len, stops, options, bound=bound)
-        batch = Batch(request)
+        batch = Batch(request, self.limits.vocab_size)
         stream = Stream(self._tokens(batch), batch, self.tokenizer, [list(self.tokens)], stop)
         return SessionStream(self, stream, kv_caching=request.kv_caching)
 
@@ -274,7 +274,6 @@ class Session:
     def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
         """Generate tokens, add them to the text and yield them."""
         model = self.model.with_kv_caching(batch.request.kv_caching)
-        batch.begin(model.args.vocab_size, model.device)
         known = self._is_known(model)
         batch.prefix_len = 0 if known else self._begin(len(self.tokens))
         stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
@@ -291,7 +290,7 @@ class Session:
                 self._logits = None
                 self.tokens.append(token.id)
                 yield token
-            if not batch.active:
+            if not batch.goes_on:
                 return
             self._written = len(self.tokens) * model.kv_caching  # the next step feeds the newest token
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Literal, NotRequired, Protocol, TypedDict
 
-from llama.batch import Batch, Token
+from llama.batch import Batch, Row, Token
 
 
 class TextStream(Protocol):
@@ -84,7 +84,7 @@ class Stream(Iterator[tuple[int, str]]):
             raise ValueError(
                 f"stop={stop!r} must be texts that are not empty: an empty one would end every text at once"
             )
-        self._batch = batch
+        self._batch, self._rows = batch, list(batch.rows)
         self._texts = [RowText(tokenizer.stream(), stops) for _ in prompts]
         echoed = prompts if batch.request.echo else ()
         echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
@@ -110,8 +110,7 @@ class Stream(Iterator[tuple[int, str]]):
                 result["ids"].append(token.id)
                 if "logprobs" in result:
                     result["logprobs"].append(token.logprob)
-            if row not in self._batch.active:
-                result["finish_reason"] = "stop" if row in self._batch.stopped else "length"
+            result["finish_reason"] = self._rows[row].ended
             if text:
                 return row, text
         return None
@@ -141,26 +140,26 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """Yield the pieces of all rows, and the pending text of a row as soon as the row ends."""
     yield from ((row, prompt, None) for row, prompt in enumerate(echo))
-    unfinished = set(range(len(texts)))
+    rows = list(batch.rows)
+    unfinished = dict(enumerate(rows))
     with closing(tokens):
         for token in tokens:
-            text = texts[token.row]
+            text, row = texts[token.row], rows[token.row]
             piece = "" if token.echoed else text.feed(token.id)
             if text.stopped:
-                batch.stop(token.row)
+                row.ended = "stop"
             yield token.row, piece, token
-            ended = unfinished - batch.active
-            unfinished -= ended
-            yield from _flush(batch, texts, ended)
-    yield from _flush(batch, texts, unfinished)
+            yield from _flush(texts, [unfinished.pop(number) for number, row in list(unfinished.items()) if row.ended])
+    yield from _flush(texts, unfinished.values())
 
 
-def _flush(batch: Batch, texts: "Sequence[RowText]", rows: set[int]) -> Iterator[Piece]:
-    for row in sorted(rows):
-        piece = texts[row].flush()
-        if texts[row].stopped:
-            batch.stop(row)
-        yield row, piece, None
+def _flush(texts: "Sequence[RowText]", rows: Iterable[Row]) -> Iterator[Piece]:
+    for row in rows:
+        text = texts[row.number]
+        piece = text.flush()
+        if text.stopped:
+            row.ended = "stop"
+        yield row.number, piece, None
 
 
 class RowText:

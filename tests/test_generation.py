@@ -116,6 +116,13 @@ def test_a_finished_row_leaves_the_batch_and_changes_nobody(kv_caching: bool) ->
     assert [len(call.fed) for call in model.calls] == [3, 3, 1, 1, 1, 1]
 
 
+def test_the_place_of_a_row_that_has_ended_is_taken_by_the_last_row() -> None:
+    model = Scripted([[7], [7], [7], [7], [7]])
+    steps: list[list[int]] = []
+    model.generate_tokens([[1]] * 5, [2, 1, 4, 2, 3], on_step=lambda step: steps.append(step.rows), temperature=0)
+    assert steps == [[0, 1, 2, 3, 4], [0, 4, 2, 3], [2, 4], [2]]
+
+
 def test_rows_in_step_stay_in_step_when_one_of_them_has_grown_enough() -> None:
     model = scripted([10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33])
     ids, _ = model.generate_tokens([[1, 2], [3, 4], [5, 6]], [4, 2, 4], **GREEDY)

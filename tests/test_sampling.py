@@ -16,10 +16,9 @@ from refusals import unrefused
 from torch import Tensor
 
 import llama.sampling
-from llama.sampling import Sampler, Sampling, Settings, choose, most_likely, penalize, row_streams
+from llama.sampling import Sampler, Sampling, Settings, choose, choose_rows, most_likely, penalize, row_streams
 
 META_VOCAB = 128_256
-CPU = torch.device("cpu")
 # Sums of up to 128,256 probabilities in float64, each rounded by at most 2^-53 of a total of 1.
 SUM_ERROR = META_VOCAB * 2.0**-53
 
@@ -140,8 +139,20 @@ def test_of_equal_logits_greedy_takes_the_lowest_id() -> None:
 
 
 def sample_with(logits: Tensor, sampling: Sampling, seed: int = 0) -> list[int]:
-    sampler = Sampler(sampling, seed, [[0]] * len(logits), logits.shape[1], CPU)
-    return sampler(logits).tolist()
+    return chosen_by(samplers(sampling, seed, [[0]] * len(logits), logits.shape[1]), logits)
+
+
+def samplers(sampling: Sampling, seed: int | None, prompts: list[list[int]], vocab: int) -> list[Sampler]:
+    streams = row_streams(seed, len(prompts))
+    return [Sampler(sampling, stream, prompt, vocab) for stream, prompt in zip(streams, prompts, strict=True)]
+
+
+def chosen_by(rows: list[Sampler], logits: Tensor) -> list[int]:
+    """Return the next token of each row, which the row then contains."""
+    ids: list[int] = choose_rows(logits, rows, torch.tensor([row.draw() for row in rows], dtype=torch.float64)).tolist()
+    for row, id in zip(rows, ids, strict=True):
+        row.saw(id)
+    return ids
 
 
 # ---- how it behaves --------------------------------------------------------------------------------------------------
@@ -295,9 +306,9 @@ def test_top_k_keeps_the_most_likely_at_any_temperature(
 @pytest.mark.parametrize("options", [{}, {"top_p": 1.0}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
 def test_a_row_of_nan_gives_some_id_and_leaves_other_rows_alone(vocab: int, options: dict[str, float]) -> None:
     logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(0))
-    sound = Sampler(Sampling(**options), 5, [[1], [2]], vocab, CPU)(logits)
+    sound = chosen_by(samplers(Sampling(**options), 5, [[1], [2]], vocab), logits)
     logits[0, 3] = torch.nan
-    spoiled = Sampler(Sampling(**options), 5, [[1], [2]], vocab, CPU)(logits)
+    spoiled = chosen_by(samplers(Sampling(**options), 5, [[1], [2]], vocab), logits)
     assert 0 <= spoiled[0] < vocab  # the loop says which row and step it was
     assert spoiled[1] == sound[1]
 
@@ -342,26 +353,26 @@ def test_penalty_is_that_of_transformers(row: list[float], penalty: float, data:
 
 
 def test_penalty_comes_before_the_argmax() -> None:
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), None, [[0]], 4, CPU)
+    rows = samplers(Sampling(temperature=0, repetition_penalty=2.0), None, [[0]], 4)
     logits = torch.tensor([[3.0, 2.0, 1.8, -1.0]])
-    assert [sampler(logits).item() for _ in range(3)] == [1, 2, 0]  # 3/2 < 2, then 2/2 < 1.8, then 1.5 leads
+    assert [chosen_by(rows, logits) for _ in range(3)] == [[1], [2], [0]]  # 3/2 < 2, then 2/2 < 1.8, then 1.5 leads
 
 
 def test_tokens_of_the_prompt_count_as_seen_and_those_of_other_rows_and_padding_do_not() -> None:
-    sampler = Sampler(Sampling(temperature=0, repetition_penalty=2.0), None, [[1], [2, 2, 3]], 5, CPU)
-    assert [row.nonzero()[:, 0].tolist() for row in sampler.seen] == [[1], [2, 3]]
-    assert sampler(torch.tensor([[1.9, 3.0, 0, 0, 0], [1.9, 1.0, 3.0, 0, 0]])).tolist() == [0, 0]
+    rows = samplers(Sampling(temperature=0, repetition_penalty=2.0), None, [[1], [2, 2, 3]], 5)
+    assert [row.seen.nonzero()[:, 0].tolist() for row in rows if row.seen is not None] == [[1], [2, 3]]
+    assert chosen_by(rows, torch.tensor([[1.9, 3.0, 0, 0, 0], [1.9, 1.0, 3.0, 0, 0]])) == [0, 0]
 
 
 def test_penalty_of_1_keeps_no_account() -> None:
-    assert Sampler(Sampling(), 0, [[1]], 5, CPU).seen is None
+    assert samplers(Sampling(), 0, [[1]], 5)[0].seen is None
 
 
 def test_a_penalty_past_the_range_of_float32_still_orders_the_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0]])
     for (penalty, expected), temperature in product(((1e-300, 1), (1e-40, 1), (1e40, 3), (1e300, 3)), (0, 1e-3)):
         sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
-        assert Sampler(sampling, 0, [[0, 1, 2]], 4, CPU)(logits).item() == expected, (penalty, temperature)
+        assert chosen_by(samplers(sampling, 0, [[0, 1, 2]], 4), logits) == [expected], (penalty, temperature)
 
 
 # ---- random streams --------------------------------------------------------------------------------------------------
@@ -383,11 +394,30 @@ def test_seeds_are_whole_numbers_of_any_kind_within_the_limits() -> None:
 
 def test_a_row_draws_alone_what_it_draws_in_a_batch() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
-    together = Sampler(Sampling(temperature=1), 10, [[0]] * 5, 300, CPU)
-    first, second = together(logits).tolist(), together(logits).tolist()
+    together = samplers(Sampling(temperature=1), 10, [[0]] * 5, 300)
+    first, second = chosen_by(together, logits), chosen_by(together, logits)
     for row in range(5):
-        alone = Sampler(Sampling(temperature=1), 10 + row, [[0]], 300, CPU)
-        assert [alone(logits[row : row + 1]).item() for _ in range(2)] == [first[row], second[row]]
+        alone = samplers(Sampling(temperature=1), 10 + row, [[0]], 300)
+        assert [chosen_by(alone, logits[row : row + 1]) for _ in range(2)] == [[first[row]], [second[row]]]
+
+
+def test_rows_of_different_settings_choose_what_each_chooses_alone() -> None:
+    logits = 3 * torch.randn(6, 3000, generator=torch.Generator().manual_seed(0))
+    settings = [Sampling(0), Sampling(1.0), Sampling(0.5, top_k=3), Sampling(0, repetition_penalty=9.0), Sampling(1.0)]
+    settings += [Sampling(0.9, 0.5, min_p=0.1, repetition_penalty=1.5)]
+    together = [samplers(sampling, row, [[row]], 3000)[0] for row, sampling in enumerate(settings)]
+    alone = [samplers(sampling, row, [[row]], 3000) for row, sampling in enumerate(settings)]
+    for _ in range(3):
+        each = [chosen_by(rows, logits[row : row + 1])[0] for row, rows in enumerate(alone)]
+        assert chosen_by(together, logits) == each
+
+
+def test_draws_that_are_put_back_are_drawn_again_in_order() -> None:
+    (row,), (other,) = (samplers(Sampling(1.0), 3, [[0]], 9) for _ in range(2))
+    expected = [other.draw() for _ in range(5)]
+    first = [row.draw() for _ in range(3)]
+    row.put_back(first[1:])
+    assert [first[0], *(row.draw() for _ in range(4))] == expected
 
 
 def test_the_global_random_state_is_neither_read_nor_moved() -> None:
@@ -405,9 +435,7 @@ def test_the_global_random_state_is_neither_read_nor_moved() -> None:
 
 def test_draws_are_made_on_the_cpu_under_any_default_device() -> None:
     """A CPU's generator cannot draw on another default device."""
-    sampler, same = (Sampler(Sampling(), 3, [[1], [2]], 9, torch.device("cpu")) for _ in range(2))
+    (row,), (same,) = (samplers(Sampling(), 3, [[1]], 9) for _ in range(2))
     with torch.device("meta"):
-        draws = sampler.draw()
-    expected = same.draw()
-    assert draws.device.type == "cpu"
-    assert torch.equal(draws, expected)
+        draw = row.draw()
+    assert draw == same.draw()

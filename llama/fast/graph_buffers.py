@@ -65,15 +65,15 @@ class DecodeBuffers:
 
     def place(self, batch: Batch) -> None:
         """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
-        mark_seen(batch)
-        rows = torch.tensor(batch.rows, device="cpu").to(self.tokens.device)
-        texts = batch.tokens([0] * len(batch.rows))
+        rows = torch.tensor([row.number for row in batch.rows], device="cpu").to(self.tokens.device)
+        texts = batch.tokens([0] * len(batch.rows), rows.device)
         self.tokens[rows, : texts.shape[1]] = texts
         self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
         settings = batch.request.sampling.settings
         self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))
-        if batch.sampler.seen is not None:
-            self.seen[rows] = batch.sampler.seen
+        seen = [sampler.seen for sampler in batch.samplers if sampler.seen is not None]
+        if seen:
+            self.seen[rows] = torch.stack(seen).to(rows.device)
 
     def state(self) -> list[Tensor]:
         """Return all that a step changes, except the cache."""
@@ -88,13 +88,6 @@ class DecodeBuffers:
         for tensor, was in zip(self.state(), before, strict=True):
             tensor.copy_(was)
         return replay
-
-
-def mark_seen(batch: Batch) -> None:
-    """Mark all tokens of the batch's rows in the sampler, if it penalizes them."""
-    if batch.sampler.seen is not None:
-        for place, row in enumerate(batch.rows):
-            batch.sampler.seen[place, batch.texts[row]] = True
 
 
 class StepBlock:

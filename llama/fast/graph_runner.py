@@ -21,7 +21,7 @@ from torch import Tensor
 from llama.args import Refused
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, StepBlock, allocate, mark_seen
+from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, StepBlock, allocate
 from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, prompt_layer, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
@@ -244,9 +244,8 @@ class GraphStepper(PlainStepper):
             yield next(calls)
             self._copy_cache()
             yield from self._recorded(whole=must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k))
-            mark_seen(self.batch)
             assert self.cache is not None
-            self.cache.select_rows(self.batch.rows)
+            self.cache.select_rows(self._numbers)
             yield from calls
         finally:
             self._end()
@@ -257,7 +256,7 @@ class GraphStepper(PlainStepper):
         The cache of a single row is a session's, which may be read between two steps: `_launch` copies back to it. That
         of several rows is a copy for this batch, and is not used any more.
         """
-        rows, filled = len(self.batch.texts), self._buffers.cache
+        rows, filled = self._buffers.rows, self._buffers.cache
         assert self.cache is not None
         if self.cache is not filled:
             _copy(self.cache, filled, rows, 0, max(self.batch.cur_pos) - 1)
@@ -281,15 +280,13 @@ class GraphStepper(PlainStepper):
             following = self._launch(waiting.count, whole=whole)
             draws = waiting.draws if following is None else waiting.draws + following.draws
             for step, (ids, logprobs) in enumerate(waiting.read()):
-                if len(batch.active) < len(batch.rows):
-                    batch.drop_ended()
-                chosen = Chosen([ids[row] for row in batch.rows], [logprobs[row] for row in batch.rows])
+                batch.drop_ended()
+                chosen = Chosen([ids[row] for row in self._numbers], [logprobs[row] for row in self._numbers])
                 if UNSURE in chosen.ids:
                     self._put_back(draws[step:])
                     yield from self._recorded(whole=True)
                     return
                 batch.fed += len(batch.rows)
-                batch.append(chosen.ids)
                 self.logits = None  # they stay on the device
                 yield chosen
                 if not self._runner.may_step(self.model, self._buffers):  # the caller may have changed the model
@@ -304,7 +301,7 @@ class GraphStepper(PlainStepper):
         """
         runner, buffers, batch, request = self._runner, self._buffers, self.batch, self.batch.request
         count = min(batch.left - ahead, SYNC_INTERVAL)
-        if count == 0:
+        if count <= 0:
             return None
         block = StepBlock(count, buffers, logprobs=request.logprobs)
         key = GraphKey(tuple(number is not None for number in request.sampling.settings), whole, request.logprobs)
@@ -329,15 +326,20 @@ class GraphStepper(PlainStepper):
 
     def _draw(self, block: "StepBlock") -> None:
         """Draw the random numbers of the next step, and send them to the device."""
-        draws = self.batch.sampler.draw()
+        draws = self.batch.draw()
         if draws is not None:
             block.draws.append(torch.zeros(self._buffers.rows, dtype=draws.dtype, device="cpu"))
-            block.draws[-1][self.batch.rows] = draws
+            block.draws[-1][self._numbers] = draws
             self._buffers.draws.copy_(block.draws[-1], non_blocking=True)
 
     def _put_back(self, draws: Sequence[Tensor]) -> None:
         """Return the random numbers of steps that are discarded to the sampler."""
-        self.batch.sampler.put_back([each[self.batch.rows] for each in draws])
+        self.batch.put_back([each[self._numbers] for each in draws])
+
+    @property
+    def _numbers(self) -> list[int]:
+        """The places in the buffers of the rows in the batch."""
+        return [row.number for row in self.batch.rows]
 
 
 def _copy(source: Cache, target: Cache | None, rows: int, begin: int, end: int) -> None:

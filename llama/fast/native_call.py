@@ -4,7 +4,8 @@ Also chooses tokens from its logits. Knows no modules, and not how memory is res
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, addressof, byref, c_bool, c_char_p, c_int64, c_void_p
+from ctypes import addressof, byref, c_char_p, c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
 from llama.fast.native_build import load_library
 from llama.fast.native_caches import CacheRoom
-from llama.fast.native_structs import Choice, Groups, Matrix, NativeBatch, NativeModel
+from llama.fast.native_structs import Choice, ChoiceSettings, Groups, Matrix, NativeBatch, NativeModel
 from llama.rows import Rows
-from llama.sampling import Sampling
+from llama.sampling import Sampler, choose_rows
 
 SOURCE = Path(__file__).with_name("native") / "forward.cpp"
 
@@ -132,7 +133,6 @@ class NativeCall:
 
     def choose_by(self, choice: Choice) -> None:
         """Make every run choose tokens too. The caller keeps `choice` in memory."""
-        choice.logits, choice.rows, choice.vocab = self._batch.logits, self._batch.rows, self.logits.shape[-1]
         self._batch.choice = addressof(choice)
 
     def run(self, native: NativeForward) -> None:
@@ -143,53 +143,68 @@ class NativeCall:
             self._batch.workspace = self._workspace.data_ptr()
 
 
+class NativeChoice:
+    """A choice of the next token of rows from their logits, and the memory that it reads and writes."""
+
+    def __init__(self, logits: Tensor, samplers: Sequence[Sampler]) -> None:
+        rows, vocab = logits.shape
+        self._ids = (c_int64 * rows)()
+        settings = (ChoiceSettings * rows)(*map(_settings, samplers))
+        self._memory = logits, settings, [sampler.seen for sampler in samplers]
+        self.choice = Choice(
+            logits=logits.data_ptr(),
+            rows=rows,
+            vocab=vocab,
+            settings=addressof(settings),
+            ids=addressof(self._ids),
+            threads=torch.get_num_threads(),
+        )
+
+    def made(self, by: Callable[[], None], draws: Tensor | None) -> list[int]:
+        """Return the ids that `by` chooses with these draws, or what `Choice` says in their place."""
+        if draws is not None:
+            self.choice.draws = draws.data_ptr()
+        by()
+        return list(self._ids)
+
+
 class NativeSampler:
-    """Run a call's steps and choose tokens as `Sampler` does: in native code, unless rounding may decide a token.
+    """Run a call's steps and choose tokens as `choose_rows` does: in native code, unless rounding may decide a token.
 
     logits: those of the last step, (rows, vocab), until the next.
     """
 
     def __init__(self, run: Callable[[NativeCall], None], call: NativeCall, batch: Batch) -> None:
-        rows, vocab = len(batch.rows), call.logits.shape[-1]
         self._run, self._call, self._batch = run, call, batch
         self.logits = call.logits[:, 0]
-        self._ids, self._no_logprobs = (c_int64 * rows)(), list[float | None]([None] * rows)
-        seen = batch.sampler.seen
-        self._choice = choice_by(batch.request.sampling, self._ids, seen)
-        self._seen: list[Array[c_bool]] = []  # the rows of `seen`
-        if seen is not None:
-            self._seen = [(c_bool * len(row)).from_address(row.data_ptr()) for row in seen]
-        self._serves = all(len(marks) == vocab for marks in self._seen)
-        if self._serves:
-            call.choose_by(self._choice)
+        rows, vocab = self.logits.shape
+        self._no_logprobs = list[float | None]([None] * rows)
+        self._choice = None
+        if all(sampler.seen is None or len(sampler.seen) == vocab for sampler in batch.samplers):
+            self._choice = NativeChoice(self.logits, batch.samplers)
+            call.choose_by(self._choice.choice)
 
     def __call__(self) -> Chosen:
         """Compute the logits, and return the next token of every row."""
-        batch, draws = self._batch, None
-        if self._serves and (draws := batch.sampler.draw()) is not None:
-            self._choice.draws = draws.data_ptr()
-        self._run(self._call)
-        if self._serves:
-            ids = list(self._ids)
+        batch, draws = self._batch, self._batch.draw()
+        if self._choice is None:
+            self._run(self._call)
+        else:
+            ids = self._choice.made(partial(self._run, self._call), draws)
             if min(ids) >= 0:
-                for id, marks in zip(ids, self._seen, strict=False):  # none without a penalty
-                    marks[id] = True  # Sampler's way takes 0.05 ms and more of a step
-                if batch.request.logprobs:
+                if any(row.logprobs for row in batch.rows):
                     return batch.outcome(torch.tensor(ids, device="cpu"), self.logits)
                 return Chosen(ids, self._no_logprobs)
-            batch.sampler.put_back([] if draws is None else [draws])
-        return batch.outcome(batch.sampler(self.logits), self.logits)
+        return batch.outcome(choose_rows(self.logits, batch.samplers, draws), self.logits)
 
 
-def choice_by(sampling: Sampling, ids: Array[c_int64], seen: Tensor | None) -> Choice:
-    """Return a choice by these settings that writes to `ids`. The caller keeps `ids` and `seen` in memory."""
-    return Choice(
+def _settings(sampler: Sampler) -> ChoiceSettings:
+    sampling, seen = sampler.sampling, sampler.seen
+    return ChoiceSettings(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         top_k=sampling.top_k or 0,
         penalty=sampling.repetition_penalty,
         seen=None if seen is None else seen.data_ptr(),
-        ids=addressof(ids),
-        threads=torch.get_num_threads(),
     )

@@ -24,7 +24,7 @@ from llama.kv_cache import KVCache, QuestCache, ScoredCache
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import PANEL, Format, MappedWeight, PackedWeight, QuantizedWeight
-from llama.sampling import Sampling, choose
+from llama.sampling import Sampler, Sampling, choose_rows
 
 # Sizes that reach every loop: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
 # and the parts of all families.
@@ -90,20 +90,21 @@ def check_library(folder: Path, dtype: torch.dtype, *, formats: frozenset[Format
 def check_choices(runner: NativeRunner) -> None:
     """Raise Unsupported if the code chooses another token than the sampler."""
     stream = torch.Generator("cpu").manual_seed(0)
-    logits = 4 * torch.randn((64, 2999), generator=stream, dtype=torch.float32, device="cpu")
-    draws = torch.rand(64, generator=stream, dtype=torch.float64, device="cpu")
+    logits = 4 * torch.randn((320, 2999), generator=stream, dtype=torch.float32, device="cpu")
+    draws = torch.rand(len(logits), generator=stream, dtype=torch.float64, device="cpu")
     seen = torch.rand(logits.shape, generator=stream, device="cpu") < 0.01
-    for sampling in (
+    settings = (
         *(Sampling(temperature=0.0), Sampling(0.7, top_p=0.8), Sampling(1.0, top_k=9, min_p=0.02)),
         *(Sampling(temperature=0.0, repetition_penalty=1.3), Sampling(0.7, repetition_penalty=0.8)),
-    ):
-        marks = None if sampling.repetition_penalty == 1 else seen
-        ours = runner.choose(logits, sampling, draws, marks)
-        theirs = choose(logits, sampling.settings, seen.clone(), draws)[0].tolist()
-        if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
-            raise Unsupported(
-                "the native code compiled here chooses other tokens than the sampler, from float32 logits"
-            )
+    )
+    samplers = [
+        Sampler(sampling, stream, marks.nonzero()[:, 0].tolist(), logits.shape[1])
+        for sampling, marks in zip(cycle(settings), seen, strict=False)
+    ]
+    ours = runner.choose(logits, samplers, draws)
+    theirs = choose_rows(logits, samplers, draws).tolist()
+    if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
+        raise Unsupported("the native code compiled here chooses other tokens than the sampler, from float32 logits")
 
 
 def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:

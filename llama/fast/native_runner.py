@@ -1,8 +1,7 @@
 """The fast runner of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
 
 import logging
-from collections.abc import Callable, Iterator
-from ctypes import c_int64
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -17,7 +16,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import NativeCache, check_cache, stored_ends
-from llama.fast.native_call import NativeCall, NativeForward, NativeSampler, choice_by
+from llama.fast.native_call import NativeCall, NativeChoice, NativeForward, NativeSampler
 from llama.fast.native_model import check_tensor, describe
 from llama.fast.native_structs import NativeModel
 from llama.fast.supported import Unsupported, WarnOnce, caching_of
@@ -26,7 +25,7 @@ from llama.kv_cache import Cache
 from llama.locked import locked
 from llama.model import Transformer
 from llama.rows import Rows
-from llama.sampling import Sampling
+from llama.sampling import Sampler
 from llama.stepper import CallKind
 from llama.switches import check_call
 
@@ -153,15 +152,10 @@ class NativeRunner:
                 "set model.exact = False"
             )
 
-    def choose(self, logits: Tensor, sampling: Sampling, draws: Tensor, seen: Tensor | None = None) -> list[int]:
-        """Return the ids chosen from (bsz, vocab) logits, (bsz,) draws and the tokens `seen`, or what `Choice` says."""
-        rows, vocab = logits.shape
-        ids = (c_int64 * rows)()
-        choice = choice_by(sampling, ids, seen)
-        choice.logits, choice.rows, choice.vocab = logits.data_ptr(), rows, vocab
-        choice.draws = draws.data_ptr()
-        self._native.choose(choice)
-        return list(ids)
+    def choose(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor | None) -> list[int]:
+        """Return the ids chosen from (bsz, vocab) logits and (bsz,) draws, or what `Choice` says."""
+        own = NativeChoice(logits, samplers)
+        return own.made(partial(self._native.choose, own.choice), draws)
 
     def run(self, call: NativeCall) -> None:
         """Compute a call, and choose tokens if it does."""
@@ -201,16 +195,14 @@ class NativeStepper(PlainStepper):
     def _step(self) -> Chosen | None:
         """Feed every row's newest token and choose the next; return None if the plain path has to."""
         batch, cache = self.batch, self._cache
-        if len(batch.active) < len(batch.rows):
-            cache.select_rows(batch.drop_ended())
+        if self._drop_ended():
             self._left = 0
-        starts, newest = [pos - 1 for pos in batch.cur_pos], [batch.texts[row][-1] for row in batch.rows]
+        starts, newest = [pos - 1 for pos in batch.cur_pos], [row.ids[-1] for row in batch.rows]
         if (batch.maybe_changed or self._described is None) and not self._may_continue():
             return None
         chosen = cache.feed(self._source, starts, partial(self._computed, starts, newest))
         if chosen is not None:
             batch.fed += len(starts)
-            batch.append(chosen.ids)
             self.logits = self._sampler.logits
         return chosen
 
@@ -240,7 +232,7 @@ class NativeStepper(PlainStepper):
     def _fed(self) -> tuple[Tensor, Rows]:
         """Return the tokens and rows of a step."""
         starts = [pos - 1 for pos in self.batch.cur_pos]
-        return self.batch.tokens(starts), Rows.at(starts, [1] * len(starts))
+        return self.batch.tokens(starts, self.device), Rows.at(starts, [1] * len(starts))
 
     def _begin_stretch(self) -> bool:
         """Prepare a call for the next steps; return True if native code runs them."""

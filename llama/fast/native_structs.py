@@ -94,6 +94,17 @@ class NativeBatch(ctypes.Structure):
     )
 
 
+class ChoiceSettings(ctypes.Structure):
+    """How a row's token is chosen."""
+
+    _fields_ = (
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", c_int64),
+        ("penalty", c_double),
+        ("seen", c_void_p),  # or null
+    )
+
+
 class Choice(ctypes.Structure):
     """How tokens are chosen from logits. The id TOO_NEAR: rounding may decide this row, so no token was chosen."""
 
@@ -102,10 +113,7 @@ class Choice(ctypes.Structure):
         ("logits", c_void_p),
         ("rows", c_int64),
         ("vocab", c_int64),
-        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
-        ("top_k", c_int64),
-        ("penalty", c_double),
-        ("seen", c_void_p),  # or null
+        ("settings", c_void_p),  # of each row, ChoiceSettings
         ("draws", c_void_p),
         ("ids", c_void_p),
         ("threads", c_int64),  # unless a forward chooses

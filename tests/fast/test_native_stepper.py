@@ -36,7 +36,7 @@ from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
 from llama.request import Options, make_request
 from llama.rows import Rows
-from llama.sampling import Sampling, choose
+from llama.sampling import Sampler, Sampling, choose
 from llama.session import Session
 
 pytestmark = needs_a_compiler
@@ -166,7 +166,9 @@ def native() -> NativeRunner:
 def chosen(logits: Tensor, sampling: Sampling, draws: Tensor | None = None, seen: Tensor | None = None) -> list[int]:
     """Return what native code chooses."""
     draws = torch.zeros(len(logits), dtype=torch.float64) if draws is None else draws
-    return native().choose(logits, sampling, draws, seen)
+    marks = [[]] * len(logits) if seen is None else [row.nonzero()[:, 0].tolist() for row in seen]
+    stream = torch.Generator()
+    return native().choose(logits, [Sampler(sampling, stream, row, logits.shape[1]) for row in marks], draws)
 
 
 def test_two_threads_choose_what_one_chooses() -> None:
@@ -497,15 +499,14 @@ def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 7)
     expected = session.fork().generate(60, **GREEDY)["ids"]
-    batch = Batch(make_request(model.args, True, [[5, 6, 7] * 7], 60, (), {"temperature": 0.0}, bound=None))
-    batch.begin(VOCAB, model.device)
+    batch = Batch(make_request(model.args, True, [[5, 6, 7] * 7], 60, (), {"temperature": 0.0}, bound=None), VOCAB)
     cache, other = session.cache.copy(), session.fork()
     batch.prefix_len = 20
     stepper = make_stepper(model, batch, cache)
     with torch.inference_mode():
         ids = [*stepper.prefill()]
         for step, chosen in enumerate(stepper):
-            ids += chosen.ids
+            ids += [token.id for token in batch.record(chosen)]
             if step == 3:
                 before = cache.layers[0].keys
                 elsewhere(lambda: other.append([1] * 150))

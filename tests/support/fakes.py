@@ -99,9 +99,9 @@ class Scripted(Generation):
 
     def _rows_of(self, prefixes: list[list[int]]) -> list[int]:
         """Return the numbers of these rows by their prompts."""
-        left = iter(enumerate(self.prompts))
-        rows = [next((row for row, prompt in left if prefix[: len(prompt)] == prompt), -1) for prefix in prefixes]
-        assert -1 not in rows, f"these begin with no prompt: {prefixes}"
+        left = dict(enumerate(self.prompts))
+        rows = [next(row for row, prompt in left.items() if prefix[: len(prompt)] == prompt) for prefix in prefixes]
+        assert len(set(rows)) == len(rows), f"prompts that begin alike need a cache: {prefixes}"
         return rows
 
     def new_cache(self, kind: str | None = None, *, rows: int = 0, length: int = 0) -> Any:

@@ -10,16 +10,21 @@
 
 namespace {
 
+// How a row's token is chosen, as in sampling.py; at temperature 0 the next three numbers are not read.
+struct Settings {
+    double temperature, top_p, min_p;
+    Int top_k;         // 0: all
+    double penalty;    // of tokens marked in `seen`, (vocab,); null: no penalty
+    const bool* seen;
+};
+
 struct Choice {
     const float* logits;  // (rows, vocab)
     Int rows, vocab;
-    double temperature, top_p, min_p;  // as in sampling.py; at temperature 0 the others are not read
-    Int top_k;                         // 0: all
-    double penalty;                    // of tokens marked in `seen`, (rows, vocab); null: no penalty
-    const bool* seen;
-    const double* draws;  // in [0, 1)
-    Int* ids;             // the chosen ids, or one of those below
-    Int threads;                       // unless a forward chooses
+    const Settings* settings;  // of each row
+    const double* draws;       // in [0, 1), of each row; not read if all are greedy
+    Int* ids;                  // the chosen ids, or one of those below
+    Int threads;               // unless a forward chooses
 };
 constexpr Int NOT_FINITE = -1, TOO_NEAR = -2;
 
@@ -229,7 +234,7 @@ class Buckets {
 };
 
 // Draw a token of those that top_k, top_p and min_p keep, in the order of their weights.
-inline Int drawn(Buckets& tokens, Int vocab, const Choice& how, double draw) {
+inline Int drawn(Buckets& tokens, Int vocab, const Settings& how, double draw) {
     const Int most = how.top_k ? std::min(how.top_k, vocab) : vocab;
     const double total = how.top_k ? tokens.kept(most, INFINITY, 0) : tokens.total;
     return tokens.passing(draw * tokens.kept(most, how.top_p < 1 ? how.top_p * total : INFINITY, how.min_p));
@@ -267,12 +272,12 @@ inline Int drawn_of_all(const Weights& all, double least, double draw) {
     return TOO_NEAR;
 }
 
-inline Int sampled(const float* logits, Int best, const Choice& how, double draw) {
-    const Weights weights{logits, how.vocab, logits[best], how.temperature};
+inline Int sampled(const float* logits, Int vocab, Int best, const Settings& how, double draw) {
+    const Weights weights{logits, vocab, logits[best], how.temperature};
     if (!how.top_k && how.top_p >= 1) return drawn_of_all(weights, how.min_p, draw);
     for (const double reach : {12, 48}) {  // few weigh less, except in a flat distribution or with a large top_k
         Buckets tokens(weights, reach);
-        const Int id = drawn(tokens, how.vocab, how, draw);
+        const Int id = drawn(tokens, vocab, how, draw);
         if (!tokens.unsettled) return id;
     }
     return TOO_NEAR;
@@ -295,7 +300,11 @@ inline void penalize(const float* logits, const bool* seen, Int vocab, float pen
 }
 
 // The memory that `choose` needs for each thread: a row's logits, if some are penalized.
-inline Int penalized(const Choice* how) { return how && how->seen ? how->vocab : 0; }
+inline Int penalized(const Choice* how) {
+    for (Int r = 0; how && r < how->rows; r++)
+        if (how->settings[r].seen) return how->vocab;
+    return 0;
+}
 
 // Choose the next token of every row. `found`: (size, rows); a thread first scans the columns that it has computed.
 inline void choose(const Choice& how, const Team& team, Largest* found, float* room) {
@@ -316,12 +325,13 @@ inline void choose(const Choice& how, const Team& team, Largest* found, float* r
             how.ids[r] = NOT_FINITE;
             continue;
         }
-        if (how.seen) {
+        const Settings& own = how.settings[r];
+        if (own.seen) {
             float* less = room + team.rank * how.vocab;
-            penalize(logits, how.seen + r * how.vocab, how.vocab, float(how.penalty), less);
+            penalize(logits, own.seen, how.vocab, float(own.penalty), less);
             best = largest_logit(less, 0, how.vocab), logits = less;
         }
-        how.ids[r] = how.temperature > 0 ? sampled(logits, best.at, how, how.draws[r]) : best.at;
+        how.ids[r] = own.temperature > 0 ? sampled(logits, how.vocab, best.at, own, how.draws[r]) : best.at;
     }
 }
 

@@ -585,10 +585,9 @@ void choices() {
         for (const Int threads : {1, 2}) {
             auto& made = ids[threads > 1];
             made.resize(ROWS);
-            const Choice choice{logits.data(), ROWS,  VOCAB,   temperature, top_p, min_p,
-                                top_k,         penalty, nullptr, draws.data(), made.data(), threads};
-            Choice how = choice;
-            if (penalty != 1) how.seen = (const bool*)seen.data();
+            std::vector<Settings> settings(ROWS, {temperature, top_p, min_p, top_k, penalty, nullptr});
+            for (Int r = 0; penalty != 1 && r < ROWS; r++) settings[r].seen = (const bool*)seen.data() + r * VOCAB;
+            const Choice how{logits.data(), ROWS, VOCAB, settings.data(), draws.data(), made.data(), threads};
             choose_tokens(&how);
         }
         require(ids[0] == ids[1], name + ", 2 threads");
