@@ -159,14 +159,14 @@ def rows_may_leave(args: ModelArgs) -> bool:
     def steps(rows: Sequence[int]) -> Tensor:
         """Return the logits of 16 steps of these rows, (steps, rows, vocab_size)."""
         cache, made = fed.copy(), list[Tensor]()
-        cache.select_rows(rows)
+        cache.select_rows(rows, [lengths[row] for row in rows] if 0 in rows else None)
         for step in range(16):
             starts = [lengths[row] + step for row in rows]
             made.append(model(tokens[rows, starts][:, None], starts, cache=cache)[:, 0])
         return torch.stack(made)
 
     together = steps(range(4))
-    for stay in ([1, 2, 3], [0, 2], [3, 0], [1]):
+    for stay in ([1, 2, 0], [0, 3, 2], [3, 1], [1]):
         near(steps(stay).transpose(0, 1), together[:, stay].transpose(0, 1), f"where rows {stay} stay", model)
     return True
 

@@ -258,11 +258,30 @@ class KVCache:
         vars(self).update(made)
 
     @torch.inference_mode()  # as above
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice."""
-        stays = next((place for place, row in enumerate(rows) if place != row), len(rows))
-        for held in self.held().values():
-            held[stays : len(rows)] = held[list(rows[stays:])]
+    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+        """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice; any order is allowed.
+
+        lengths: how many positions of each named row are moved; None: all that memory is allocated for. A row that
+        stays where it is takes no time, so put the last rows into the places of those that leave: [0, 15, 2, 3, ...].
+        """
+        sizes = [None] * len(rows) if lengths is None else lengths
+        moves = [(place, row, size) for place, (row, size) in enumerate(zip(rows, sizes, strict=True)) if place != row]
+        early = {
+            row: {name: part.clone() for name, part in self._written(row, size).items()}
+            for place, row, size in moves
+            if row < place  # overwritten before it is read
+        }
+        for place, row, size in moves:
+            moved = early[row] if row < place else self._written(row, size)
+            for name, part in self._written(place, size).items():
+                part.copy_(moved[name])
+
+    def _written(self, row: int, length: int | None) -> dict[str, Tensor]:
+        """Return the part of each stored tensor that a row of `length` positions uses; None: all of the row."""
+        parts = {name: held[row] for name, held in self.held().items()}
+        if length is None or self.written("keys", length) is None:
+            return parts
+        return {name: part[: self.written(name, length)] for name, part in parts.items()}
 
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed."""

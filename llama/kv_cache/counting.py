@@ -27,9 +27,10 @@ class CountingCache(KVCache):
         super().repeat_first_row(rows)
         self._ends = self._ends[:1] * rows
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        super().select_rows(rows)
-        self._ends = [self._ends[row] for row in rows]
+    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+        ends = [self._ends[row] for row in rows]
+        super().select_rows(rows, ends)
+        self._ends = ends
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return the stored tensors, and the position behind each row's last token as `ends`, (rows,)."""

@@ -209,7 +209,7 @@ class ScoredCache(CountingCache):
             self.keys = self.values = None
             self._enlarge(self.sizes(len(self._ends), 0, attended.keys), attended.keys.device)
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
         self._rearrange(list(rows))
 
     def repeat_first_row(self, rows: int) -> None:

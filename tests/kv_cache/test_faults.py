@@ -88,7 +88,7 @@ broken(  # grows more than it predicts, but not for a prompt
         self, rows, size if self.keys is None else self.args.max_seq_len, like, **of
     ),
 )
-broken("MovesNoRows", testing.rows_may_leave, **STATIC, select_rows=lambda self, rows: None)
+broken("MovesNoRows", testing.rows_may_leave, **STATIC, select_rows=lambda self, *rows: None)
 broken("CopiesNothing", testing.a_copy_goes_on_by_itself, **STATIC, copy=lambda self: self)
 broken("RepeatsNoRow", testing.the_first_row_may_be_repeated, **STATIC, repeat_first_row=lambda self, rows: None)
 broken("ChecksNothing", testing.bad_writes_are_refused, **STATIC, check=lambda self, rows, xk, xv: None)
@@ -374,7 +374,7 @@ class KeepsTheCounts(KnormCache):
         more = scores.shape[1] % 3
         return torch.stack((super().choose(scores, budget + more)[0], super().choose(scores, budget - more)[1]))
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
         counts = self._counts
         super().select_rows(rows)
         self._counts = counts[: len(rows)]
