@@ -58,7 +58,7 @@ class Row:
     prompt_len: how many of them are the prompt's.
     max_new: the most tokens to generate.
     sampler: its settings, random stream and penalties.
-    ended: why it does not generate any more: a stop token or a stop string, or its maximum length.
+    ended: why it does not generate any more: a stop token or stop string, its maximum length, or an error.
     """
 
     number: int
@@ -68,12 +68,17 @@ class Row:
     stop_ids: frozenset[int]
     sampler: Sampler
     logprobs: bool = False
-    ended: Literal["stop", "length"] | None = None
+    ended: Literal["stop", "length", "failed"] | None = None
 
     @property
     def made(self) -> int:
         """The number of generated tokens."""
         return len(self.ids) - self.prompt_len
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Why the text is complete; None if it is not."""
+        return None if self.ended == "failed" else self.ended
 
     def append(self, id: int) -> None:
         """Add a generated token; end at the maximum length."""

@@ -51,6 +51,8 @@ class LanguageModel(Protocol):
 class PlainStepper:
     """Makes the tokens of a batch by one call of the model per step; see `Stepper`."""
 
+    pending = 0
+
     def __init__(self, model: LanguageModel, batch: Batch, cache: Cache | None) -> None:
         self.model, self.batch, self.device = model, batch, model.device
         self.logits: Tensor | None = None
@@ -73,6 +75,20 @@ class PlainStepper:
             scores = logits[row, : len(prompt) - 1].log_softmax(-1).gather(-1, predicted[:, None])[:, 0].tolist()
             yield from (Token(row, id, score, True) for id, score in zip(prompt, [None, *scores], strict=True))
 
+    def feed(self, end: int) -> None:
+        """Feed the prompt of the only row up to position `end`, before its end; `prefill` feeds the rest."""
+        begin, (row,) = self.batch.prefix_len, self.batch.rows
+        self._feed(padded([row.ids[begin:end]], self.device), Rows.at([begin], [end - begin]))
+        self.batch.prefix_len = end
+
+    def join(self, other: "PlainStepper") -> None:
+        """Take over the only row of a stepper that has chosen the row's first token, and what its cache holds."""
+        assert self.cache is not None
+        assert other.cache is not None
+        (row,) = other.batch.rows
+        self.cache.join(other.cache, len(self.batch.rows), len(row.ids) - 1)
+        self.batch.rows.append(row)
+
     def __iter__(self) -> Iterator[Chosen]:
         """Yield the choice of each step, first after the prompts, then after each row's newest token."""
         while True:
@@ -85,16 +101,15 @@ class PlainStepper:
         ids, ranks = choose_rows(self.logits, self.batch.samplers, self.batch.draw()), self.model.ranks
         return self.batch.outcome(ids if ranks.size == 1 else ranks.decide(ids), self.logits)
 
-    def _drop_ended(self) -> bool:
-        """Remove ended rows from the batch and the cache; return True if there were any."""
+    def drop_ended(self) -> None:
+        """Remove the rows that have ended from the batch and the cache."""
         places = self.batch.drop_ended()
         if places is not None and self.cache is not None:
             self.cache.select_rows(places)
-        return places is not None
 
     def _decode(self) -> None:
         """Remove ended rows; then feed every row's newest token or, without a cache, its whole prefix."""
-        self._drop_ended()
+        self.drop_ended()
         batch = self.batch
         prev_pos = [0] * len(batch.rows) if self.cache is None else [pos - 1 for pos in batch.cur_pos]
         lengths = list(map(sub, batch.cur_pos, prev_pos))

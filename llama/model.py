@@ -16,6 +16,7 @@ from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from llama.many import Many
 from llama.ops import PLAIN, Ops, Scoring, last_real
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
@@ -111,7 +112,7 @@ class TransformerBlock(nn.Module):
         return out
 
 
-class Transformer(Switches, Generation, Sessions):
+class Transformer(Switches, Generation, Sessions, Many):
     """A Llama model. `kv_caching` switches the cache of all layers on or off, at any time between two calls."""
 
     norm: RMSNorm

@@ -174,7 +174,7 @@ def make_request(
     max_new = _max_new(max_gen_len, len(ids))
     if bound is None or not caching:
         for row, (prompt, tokens) in enumerate(zip(ids, max_new, strict=True)):
-            because = f"prompt {row} has {len(prompt)} tokens and max_gen_len={tokens}: "
+            because = f"{_name(row, ids)} has {len(prompt)} tokens and max_gen_len={tokens}: "
             limits.check_room(len(ids), len(prompt) + tokens, because=because)
     row_streams(rest.get("seed"), len(ids))  # refuses bad seeds
     return Request(ids, max_new, frozenset(stops), sampling, caching, **rest)
@@ -202,12 +202,19 @@ def _check_prompts(limits: ModelArgs, prompts: list[list[int]]) -> None:
     limits.check_room(len(prompts), 0)
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"prompt {row} has no tokens, and there is no BOS to begin with; give it some text")
+            raise ValueError(
+                f"{_name(row, prompts)} has no tokens, and there is no BOS to begin with; give it some text"
+            )
         wrong = next((id for id in prompt if not 0 <= id < limits.vocab_size), None)
         if wrong is not None:
             raise ValueError(
-                f"prompt {row} has the token id {wrong}, but ids are whole numbers from 0 to {limits.vocab_size - 1}"
+                f"{_name(row, prompts)} has the token id {wrong}, but ids are whole numbers from 0 to "
+                f"{limits.vocab_size - 1}"
             )
+
+
+def _name(row: int, prompts: Sequence[object]) -> str:
+    return f"prompt {row}" if len(prompts) > 1 else "the prompt"
 
 
 def _max_new(max_gen_len: int | Sequence[int], rows: int) -> list[int]:
@@ -231,6 +238,6 @@ def check_scored(request: Request, cache: Cache) -> None:
     for row, prompt in enumerate(request.prompts):
         if len(prompt) > bound:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens, whose log-probabilities depend on positions that this cache "
-                f"drops: it holds {bound}; shorten the prompt, or choose another kind of cache"
+                f"{_name(row, request.prompts)} has {len(prompt)} tokens, whose log-probabilities depend on positions "
+                f"that this cache drops: it holds {bound}; shorten the prompt, or choose another kind of cache"
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ class Stepper(Protocol):
     """Makes the tokens of one batch.
 
     cache: the cache that it feeds; None with the switch off. logits: those after each row in the batch, (rows, vocab),
-    from which the next tokens are chosen; None while they are not known.
+    from which the next tokens are chosen; None while they are not known. pending: how many further choices the last
+    forward has made: until they are yielded, no row may join.
     """
 
     cache: Cache | None
     logits: Tensor | None
+    pending: int
 
     def prefill(self) -> Iterator[Token]:
         """Feed the prompts; yield their tokens if `echo` is set."""
@@ -117,6 +119,13 @@ class Runner(Protocol[Model]):
         logits: Literal["all", "last"],
     ) -> Tensor | None:
         """Return what the model's forward returns, or None to leave the call to the plain path."""
+        ...
+
+    def steady(self) -> Self | None:
+        """Return a runner whose forwards compute a row in the same way whatever the number of rows, for the same model.
+
+        None if rows cannot join a batch of its steppers.
+        """
         ...
 
     def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:

@@ -35,8 +35,8 @@ class TextCodec(Protocol):
 class Completion(TypedDict):
     """The result of `generate` for one prompt.
 
-    `finish_reason` is None while a stream is open, and if it was closed early. `logprobs`, one for each of `ids`, exist
-    only if they were requested.
+    `finish_reason` is None while a stream is open, and if it was closed early or has failed. `logprobs`, one for each
+    of `ids`, exist only if they were requested.
     """
 
     generation: str
@@ -110,7 +110,7 @@ class Stream(Iterator[tuple[int, str]]):
                 result["ids"].append(token.id)
                 if "logprobs" in result:
                     result["logprobs"].append(token.logprob)
-            result["finish_reason"] = self._rows[row].ended
+            result["finish_reason"] = self._rows[row].finish_reason
             if text:
                 return row, text
         return None

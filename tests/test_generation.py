@@ -480,7 +480,7 @@ def test_prompt_and_max_gen_len_may_fill_max_seq_len_and_not_pass_it(model: Tran
     ids, _ = model.generate_tokens(random_prompts(MAX_SEQ_LEN), [0], echo=True)
     assert ids == random_prompts(MAX_SEQ_LEN)
     assert f"max_seq_len={MAX_SEQ_LEN}" in refused(model, random_prompts(MAX_SEQ_LEN), 1)
-    assert "prompt 0 has 65 tokens" in refused(model, random_prompts(MAX_SEQ_LEN + 1), [0])
+    assert "the prompt has 65 tokens" in refused(model, random_prompts(MAX_SEQ_LEN + 1), [0])
 
 
 def test_a_device_where_the_model_is_not_is_refused_and_nothing_moves(model: Transformer) -> None:

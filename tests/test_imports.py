@@ -28,7 +28,7 @@ FILES = [
 # The core: the model, its cache, the loop. It knows no folder but kv_cache and ranks, except where its row says so.
 CORE = (
     "args rope ops layers rows locked kv_cache ranks switches model "
-    "batch generation sampling request streaming session stepper"
+    "batch generation sampling request streaming session stepper texts kept many"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -46,13 +46,16 @@ MAY_IMPORT = {
     "llama/batch.py": ("request sampling", "torch"),
     "llama/streaming.py": ("batch", ""),
     "llama/stepper.py": ("batch kv_cache rows", "torch"),
-    "llama/generation.py": ("args batch kv_cache ranks request rows stepper streaming", "torch"),
+    "llama/generation.py": ("args batch kv_cache ranks request rows sampling stepper streaming", "torch"),
     "llama/switches.py": ("args exact.switch host.cores kv_cache ops ranks rope rows stepper", "torch"),
     "llama/session.py": (
         "args batch generation kv_cache locked request rows sessions stepper streaming untrusted.words",
         "torch",
     ),
-    "llama/model.py": ("args generation kv_cache layers ops ranks rope rows session stepper switches", "torch"),
+    "llama/kept.py": ("kv_cache", ""),
+    "llama/texts.py": ("batch generation kept kv_cache request", "torch"),
+    "llama/many.py": ("request sampling streaming texts", ""),
+    "llama/model.py": ("args generation kv_cache layers many ops ranks rope rows session stepper switches", "torch"),
     "llama/ranks/__init__.py": ("", "torch"),
     "llama/ranks/torchrun.py": ("locked ranks", "torch fairscale"),
     # the front door

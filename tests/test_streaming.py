@@ -216,7 +216,7 @@ def test_prompts_are_texts_or_ids_as_they_are() -> None:
 
 def test_an_empty_text_is_a_bos_alone_or_an_error() -> None:
     assert fed("") == fed("", adds_bos=False) == [[BOS]]
-    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
         fed("", adds_bos=False, bos_id=None)
     with pytest.raises(ValueError, match="prompt 1 has no tokens"):
         fed([[1], []])

@@ -131,6 +131,9 @@ class GraphRunner:
                 self.in_use.release()
         return made
 
+    def steady(self) -> None:
+        """Return None: recorded steps have a fixed number of rows."""
+
     def _watched(self, model: Transformer) -> bool:
         return bool(model._forward_hooks or model._forward_pre_hooks) and self.watch is None
 

@@ -80,6 +80,12 @@ class NativeRunner:
             return None
         return NativeStepper(self, model, batch, cache)
 
+    def steady(self) -> "NativeRunner":
+        """Return this runner without calls that it leaves to the plain path, where other bits come from."""
+        steady = object.__new__(type(self))  # the same one otherwise: `copy` makes one for another model
+        vars(steady).update(vars(self), plain=frozenset())
+        return steady
+
     def may_step(self, model: Transformer) -> bool:
         """Return True if cached steps of the model may run without calls of the model, and so of its hooks.
 
@@ -192,11 +198,19 @@ class NativeStepper(PlainStepper):
             self._decode()
             yield self._choose()
 
+    def join(self, other: PlainStepper) -> None:
+        super().join(other)
+        self._left = 0
+
+    def drop_ended(self) -> None:
+        if any(row.ended for row in self.batch.rows):
+            super().drop_ended()
+            self._left = 0
+
     def _step(self) -> Chosen | None:
         """Feed every row's newest token and choose the next; return None if the plain path has to."""
         batch, cache = self.batch, self._cache
-        if self._drop_ended():
-            self._left = 0
+        self.drop_ended()
         starts, newest = [pos - 1 for pos in batch.cur_pos], [row.ids[-1] for row in batch.rows]
         if (batch.maybe_changed or self._described is None) and not self._may_continue():
             return None

@@ -367,9 +367,9 @@ def test_transformers_rejects_rope_divisors() -> None:
 def test_invalid_prompts_are_rejected(engine: Engine) -> None:
     invalid: list[tuple[list[list[int]], int, str]] = [
         ([], 1, "no prompts were given"),
-        ([[]], 1, "prompt 0 has no tokens"),
-        ([[1, 40]], 1, "prompt 0 has the token id 40, but ids are whole numbers from 0 to 39"),
-        ([[1] * 20], 5, "prompt 0 has 20 tokens and max_gen_len=5: a text of 25 positions goes past max_seq_len=24"),
+        ([[]], 1, "the prompt has no tokens"),
+        ([[1, 40]], 1, "the prompt has the token id 40, but ids are whole numbers from 0 to 39"),
+        ([[1] * 20], 5, "the prompt has 20 tokens and max_gen_len=5: a text of 25 positions goes past max_seq_len=24"),
         ([[1]], 0, "max_gen_len=0 must be"),
     ]
     for prompts, output_len, words in invalid:

@@ -404,7 +404,7 @@ def test_a_cache_for_fewer_positions_refuses_the_next_one_also_in_memory_that_it
 def test_echoed_log_probabilities_need_every_layer_to_store_the_prompt(kind: str) -> None:
     model = tiny_model(kv_cache="static")
     options: dict[str, Any] = {"kv_cache": kind, "echo": True, "logprobs": True}
-    with pytest.raises(ValueError, match=r"prompt 0 has 13 tokens, .* this cache drops: it holds 12"):
+    with pytest.raises(ValueError, match=r"the prompt has 13 tokens, .* this cache drops: it holds 12"):
         model.generate_tokens([list(range(13))], 2, **options)
     assert model.generate_tokens([list(range(12))], 2, **options)
     assert model.generate_tokens([list(range(13))], 2, **{**options, "kv_caching": False})

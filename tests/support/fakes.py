@@ -5,16 +5,19 @@ The checkpoint is written by transformers and tokenizers.
 
 import codecs
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.generation import Generation
+from llama.many import Many
 from llama.rows import Rows
 
 NAN = -1  # in a script: the model's logits are not numbers here
@@ -111,6 +114,96 @@ class Scripted(Generation):
     def with_kv_caching(self, value: bool) -> "Scripted":
         self.prompts[:] = []
         return replace(self, kv_caching=value)
+
+
+class Memory:
+    """The cache of a model whose logits are drawn from the whole text: it holds the ids that were fed, and counts them.
+
+    most: the most positions that all caches have held at a time.
+    """
+
+    bound = None
+    whole_prompt = False
+    layers: tuple[()] = ()
+    most: ClassVar[int] = 0
+    all: ClassVar[WeakSet["Memory"]] = WeakSet()
+
+    def __init__(self) -> None:
+        self.rows: list[list[int]] = []
+        Memory.all.add(self)
+
+    def check_joins(self) -> None: ...
+
+    def sibling(self) -> "Memory":
+        return Memory()
+
+    def join(self, other: "Memory", rows: int, length: int) -> None:
+        assert len(self.rows) == rows
+        assert len(other.rows[0]) == length
+        self.rows.append(other.rows.pop())
+
+    def row_copy(self, row: int, length: int) -> "Memory":
+        made = Memory()
+        assert len(self.rows[row]) >= length
+        made.rows = [self.rows[row][:length]]
+        return made
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def repeat_first_row(self, rows: int) -> None:
+        assert rows == 1
+
+    def position_bytes(self, itemsize: int) -> int:
+        return 1
+
+    def predicted_bytes(self, *, prompts: Sequence[int], ends: Sequence[int], **_: object) -> int:
+        return sum(ends)
+
+    def write(self, rows: Rows, tokens: list[list[int]]) -> None:
+        if not self.rows:
+            self.rows = [[] for _ in tokens]
+        assert len(self.rows) == len(tokens)
+        for held, start, length, ids in zip(self.rows, rows.starts, rows.lengths, tokens, strict=True):
+            assert start <= len(held), "a gap"
+            held[start:] = ids[:length]
+        Memory.most = max(Memory.most, sum(len(row) for cache in Memory.all for row in cache.rows))
+
+
+class Remembering(Generation, Many):
+    """A model whose logits are drawn by a seed that is made of all ids of a row: one wrong id, and a text differs.
+
+    broken: if set, raised by the next call. nan: if set, the next call gives its last row logits that are not numbers.
+    """
+
+    kv_caching = True
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __init__(self, vocab_size: int = 7, max_seq_len: int = 64) -> None:
+        self.args = limits(vocab_size=vocab_size, max_seq_len=max_seq_len)
+        self.broken: Exception | None = None
+        self.nan = False
+
+    def new_cache(self, kind: str | None = None, *, rows: int = 0, length: int = 0) -> Any:
+        return Memory()
+
+    def with_kv_caching(self, value: bool) -> "Remembering":
+        return self
+
+    def __call__(self, tokens: Tensor, start_pos: Rows, *, cache: Any, logits: Literal["all", "last"]) -> Tensor:
+        error, self.broken = self.broken, None
+        if error is not None:
+            raise error
+        cache.write(start_pos, tokens.tolist())
+        drawn = [self.drawn(row) for row in cache.rows]
+        if self.nan:
+            drawn[-1], self.nan = torch.full_like(drawn[-1], torch.nan), False
+        return torch.stack(drawn)[:, None]
+
+    def drawn(self, ids: Sequence[int]) -> Tensor:
+        stream = torch.Generator().manual_seed(zlib.crc32(bytes(ids)))
+        return 3 * torch.randn(self.args.vocab_size, generator=stream)
 
 
 class Bytes:

@@ -1,0 +1,214 @@
+"""Continue any number of prompts, of which some run at a time: `generate_many`, and the `Writer` of files and servers.
+
+Turns prompts into ids and ids into text; `llama.texts` decides which texts run.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Unpack
+
+from llama.request import Options, listing_options
+from llama.sampling import whole_number
+from llama.streaming import Completion, RowText, TextCodec, encode_prompt
+from llama.texts import OF_A_BATCH, Texts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Written:
+    """A text of a Writer.
+
+    completion: the text so far. error: why it has failed. prompt_len, reused: the tokens of the prompt, and how many of
+    them were not fed. added, began, ended: when it was added, had its first token, and ended, by `time.monotonic`.
+    """
+
+    number: int
+    prompt_len: int
+    completion: Completion
+    text: RowText
+    error: Exception | None = None
+    reused: int = 0
+    added: float = field(default_factory=time.monotonic)
+    began: float | None = None
+    ended: float | None = None
+
+
+class Writer:
+    """Texts that come and go, as text. For one thread."""
+
+    def __init__(self, model: Any, tokenizer: TextCodec, **options: Any) -> None:
+        """Make a writer without texts. Takes the options of `Texts`."""
+        self.texts, self.tokenizer = Texts(steady(model), **options), tokenizer
+        self._written: dict[int, Written] = {}
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        max_gen_len: int = 64,
+        stop: Sequence[str] = (),
+        **options: Unpack[Options],
+    ) -> Written:
+        """Add a prompt, a text or its ids; it also ends before any of the `stop` strings. Raises ValueError."""
+        ids = encode_prompt(self.tokenizer, prompt)
+        number = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
+        completion: Completion = {"generation": "", "ids": [], "finish_reason": None}
+        if options.get("logprobs"):
+            completion["logprobs"] = []
+        made = Written(number, len(ids), completion, RowText(self.tokenizer.stream(), stop))
+        self._written[number] = made
+        return made
+
+    def cancel(self, written: Written) -> None:
+        """End a text; its completion keeps what was generated."""
+        self.texts.cancel(written.number)
+        self._written.pop(written.number, None)
+
+    def step(self) -> Iterator[tuple[Written, str]]:
+        """Make one step; yield each text that has grown or ended, with its new piece of text."""
+        for event in self.texts.step():
+            written = self._written.get(event.number)
+            if written is None:  # ended by a stop string, in the same step
+                continue
+            written.reused, written.error = event.reused, event.error
+            completion, finish = written.completion, event.finish
+            piece = ""
+            if event.token is not None:
+                written.began = written.began or time.monotonic()
+                completion["ids"].append(event.token.id)
+                if "logprobs" in completion:
+                    completion["logprobs"].append(event.token.logprob)
+                piece = written.text.feed(event.token.id)
+            if finish:
+                piece += written.text.flush()
+            if written.text.stopped:
+                self.texts.cancel(event.number)
+                finish = "stop"
+            completion["generation"] += piece
+            if finish:
+                completion["finish_reason"] = None if finish == "failed" else finish
+                written.ended = time.monotonic()
+                del self._written[event.number]
+            yield written, piece
+
+
+def why_not(model: Any) -> str | None:
+    """Return why rows cannot join a running batch of the model; None if they can."""
+    if not model.kv_caching:
+        return "rows join a batch by the KV cache, which is off; set model.kv_caching = True"
+    if model.ranks.size > 1:
+        return "rows cannot join a batch of a model that several processes share"
+    if model.runner is not None and model.runner.steady() is None:
+        return f"rows cannot join a batch whose steps are {model.runner.name}"
+    return None
+
+
+def steady(model: Any) -> Any:
+    """Return the model as many texts use it: how a row is computed does not depend on the number of rows.
+
+    Raises ValueError if rows cannot join a batch of the model.
+    """
+    if (why := why_not(model)) is not None:
+        raise ValueError(why)
+    if model.runner is None:
+        return model
+    twin = copy(model)
+    twin.__dict__["original"] = model  # not a submodule
+    twin.runner = model.runner.steady()
+    return twin
+
+
+class Many:
+    """A mixin that adds `generate_many` to a LanguageModel."""
+
+    @listing_options(but=[name for name in OF_A_BATCH if name != "kv_cache"])
+    def generate_many(
+        self: Any,
+        tokenizer: TextCodec,
+        prompts: Iterable[str | Sequence[int]],
+        max_gen_len: int = 64,
+        *,
+        stop: str | Sequence[str] = (),
+        rows: int = 16,
+        ordered: bool = False,
+        cache_bytes: int | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continue every prompt; yield (number, Completion) of each as soon as it ends, or in order of the prompts.
+
+        Up to `rows` texts generate at a time; a prompt is taken from the iterable when a row is free, so it may have no
+        end. Each text is what it is alone: prompt `i` has the seed `seed + i`. `cache_bytes` limits the bytes of all
+        caches; within them, texts that have ended stay for prompts that begin alike. Raises ValueError for bad input,
+        with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which kinds of cache can be used.
+        """
+        seed = options.pop("seed", None)
+        if not isinstance(seed, int | None) or isinstance(seed, bool):
+            raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
+        if whole_number(rows) is None or rows < 1:
+            raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
+        numbered = ((i, prompt, None if seed is None else seed + i) for i, prompt in enumerate(prompts))
+        if self.kv_caching and (why := why_not(self)) is not None:
+            logger.warning("%s: prompts are taken in chunks of %d, each of which waits for its longest text", why, rows)
+            return _in_chunks(self, tokenizer, numbered, max_gen_len, stop, rows, options)
+        kind = options.pop("kv_cache", None)
+        writer = Writer(self, tokenizer, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
+        made = _completions(writer, numbered, max_gen_len, [stop] if isinstance(stop, str) else list(stop), options)
+        return _in_order(made) if ordered else made
+
+
+Numbered = Iterator[tuple[int, str | Sequence[int], int | None]]  # a prompt's number, the prompt, and its seed
+
+
+def _completions(
+    writer: Writer, prompts: Numbered, max_gen_len: int, stops: Sequence[str], options: Options
+) -> Iterator[tuple[int, Completion]]:
+    """Yield each prompt's number and Completion as soon as it ends; take a prompt when none waits."""
+    numbers: dict[int, int] = {}  # of prompts, by those of texts
+    while True:
+        while writer.texts.waiting == 0 and (item := next(prompts, None)) is not None:
+            number, prompt, seed = item
+            own: Options = {**options, "seed": seed}
+            try:
+                numbers[writer.add(prompt, max_gen_len, stops, **own).number] = number
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
+        if writer.texts.idle:
+            return
+        for written, _ in writer.step():
+            if written.error is not None:
+                raise written.error
+            if written.ended is not None:
+                yield numbers.pop(written.number), written.completion
+
+
+def _in_chunks(
+    model: Any,
+    tokenizer: TextCodec,
+    prompts: Numbered,
+    max_gen_len: int,
+    stop: str | Sequence[str],
+    rows: int,
+    options: Options,
+) -> Iterator[tuple[int, Completion]]:
+    """Yield each prompt's number and Completion; batches of `rows` prompts run one after another."""
+    while chunk := list(islice(prompts, rows)):
+        numbers, texts, each = zip(*chunk, strict=True)
+        seeds = None if each[0] is None else list(each)
+        yield from zip(
+            numbers, model.generate(tokenizer, texts, max_gen_len, stop=stop, seed=seeds, **options), strict=True
+        )
+
+
+def _in_order(made: Iterator[tuple[int, Completion]]) -> Iterator[tuple[int, Completion]]:
+    """Yield the completions in order of their numbers."""
+    early: dict[int, Completion] = {}
+    due = 0
+    for number, completion in made:
+        early[number] = completion
+        while due in early:
+            yield due, early.pop(due)
+            due += 1

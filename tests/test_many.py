@@ -1,0 +1,231 @@
+"""llama/many.py on real models: a text among others has the bits of the text alone."""
+
+import logging
+import random
+from collections.abc import Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from fakes import Bytes, Ids, Remembering
+from native import ARGS, VOCAB, needs_a_compiler, twins
+from refusals import unrefused
+from tables import cases
+from tiny import tiny_model
+
+from llama.many import Writer, steady
+from llama.model import Transformer
+from llama.stepper import CallKind
+from llama.texts import Texts
+
+LOSSLESS = ("static", "paged", "concat")
+LOSSY = ("int8", "int4", "fp8", "rotated", "kivi", "window:16", "h2o:0.5", "snapkv:0.5", "adakv:0.25", "quest")
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.2, "top_k": 30, "seed": 5},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "top_p": 0.9, "seed": 6},
+]
+
+
+def some_texts(texts: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Draw prompts, half of which begin alike, with their own settings and lengths."""
+    draw = random.Random(seed)
+    common = [draw.randrange(VOCAB) for _ in range(60)]
+    prompts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 70))] for _ in range(texts)]
+    return [
+        {
+            "prompt": common[: draw.randint(30, 60)] + prompt if draw.random() < 0.5 else prompt,
+            "max_gen_len": draw.randint(1, 30),
+            "logprobs": True,
+            **draw.choice(WAYS),
+        }
+        for prompt in prompts
+    ]
+
+
+def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[tuple[list[int], list[float | None]]]:
+    """Add texts now and then, and return the ids and log-probabilities of each."""
+    draw = random.Random(seed)
+    made: dict[int, tuple[list[int], list[float | None]]] = {}
+    waiting = list(given)
+    while waiting or not texts.idle:
+        while waiting and draw.random() < 0.5:
+            made[texts.add(**waiting.pop(0))] = ([], [])
+        for event in texts.step():
+            assert event.error is None
+            if event.token is not None:
+                made[event.number][0].append(event.token.id)
+                made[event.number][1].append(event.token.logprob)
+    return list(made.values())
+
+
+def alone(model: Transformer, given: list[dict[str, Any]]) -> list[tuple[list[int], list[float | None]]]:
+    made = []
+    for one in given:
+        ids, logprobs = model.generate_tokens([one["prompt"]], **{k: v for k, v in one.items() if k != "prompt"})
+        assert logprobs is not None
+        made.append((ids[0], logprobs[0]))
+    return made
+
+
+# ---- a text among others is the text alone ---------------------------------------------------------------------------
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("kind", "kv_cache"),
+    cases(
+        [(kind, kv_cache) for kind in ("fp32", "bf16", "int8", "int8 in bf16", "int4") for kv_cache in LOSSLESS],
+        *(("fp32", "static"), ("fp32", "paged")),
+    ),
+)
+def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: str) -> None:
+    _, model = twins(kind, ARGS)
+    model.kv_cache = kv_cache
+    given = some_texts(14)
+    for rows, piece in ((5, 16), (16, 256)):
+        assert together(Texts(model, rows=rows, piece=piece), given) == alone(model, given)
+
+
+@pytest.mark.parametrize("kv_cache", cases(LOSSLESS, "paged"))
+def test_texts_in_exact_mode_have_the_bits_that_they_have_alone(kv_cache: str) -> None:
+    model = tiny_model(ARGS).requires_grad_(False)
+    model.exact = True
+    model.kv_cache = kv_cache
+    given = some_texts(6)
+    assert together(Texts(model, rows=3, piece=32), given) == alone(model, given)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("kv_cache", cases(LOSSY, "int4", "snapkv:0.5"))
+def test_texts_in_a_lossy_cache_are_what_they_are_alone_in_the_same_pieces(kv_cache: str) -> None:
+    _, model = twins("fp32", ARGS)
+    given = some_texts(10)
+    one_by_one = [together(Texts(model, rows=1, piece=16, kv_cache=kv_cache), [one])[0] for one in given]
+    assert together(Texts(model, rows=4, piece=16, kv_cache=kv_cache), given) == one_by_one
+
+
+@needs_a_compiler
+def test_no_step_of_many_texts_is_left_to_the_plain_path_because_it_is_faster() -> None:
+    """A ninth row would then change the bits of the others."""
+    _, model = twins("fp32", ARGS)
+    assert model.runner is not None
+    model.runner.plain = frozenset(CallKind.of(rows, width) for rows in (1, 16) for width in (1, 2, 1000))
+    given = some_texts(3)
+    made = together(Texts(steady(model), rows=3), given)
+    model.runner.plain = frozenset()
+    assert made == alone(model, given)
+
+
+# ---- generate_many ---------------------------------------------------------------------------------------------------
+
+PROMPTS = [[1, 2], [3], [4, 5, 6], [1, 2, 6], [2, 2]]
+OPTIONS: dict[str, Any] = {"temperature": 1.0, "logprobs": True}
+
+
+def test_every_prompt_has_the_completion_of_generate_with_the_seed_of_its_number() -> None:
+    model, tokenizer = Remembering(), Ids()
+    expected = model.generate(tokenizer, PROMPTS, 9, seed=3, stop="4 2", **OPTIONS)
+    made = model.generate_many(tokenizer, iter(PROMPTS), 9, seed=3, stop="4 2", rows=2, **OPTIONS)
+    assert dict(made) == dict(enumerate(expected))
+
+
+def test_completions_come_as_they_end_or_in_order() -> None:
+    model, lengths = Remembering(), [9, 1, 5]
+    writer = Writer(model, Ids(), rows=3)
+    texts = [writer.add(prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=False)]
+    ended = []
+    while not writer.texts.idle:
+        ended += [texts.index(written) for written, _ in writer.step() if written.ended is not None]
+    assert ended == [1, 2, 0]
+    made = model.generate_many(Ids(), PROMPTS, 4, rows=3, ordered=True, stop="5")
+    assert [number for number, _ in made] == [0, 1, 2, 3, 4]
+
+
+def test_a_prompt_is_taken_only_when_a_row_is_free() -> None:
+    taken: list[int] = []
+    endless = ([taken.append(number) or 1] for number in count())  # type: ignore[func-returns-value]
+    made = Remembering().generate_many(Ids(), endless, 5, rows=2)
+    assert [number for number, _ in islice(made, 4)] == [0, 1, 2, 3]
+    assert len(taken) <= 6
+
+
+def test_pieces_and_times_of_a_text_and_the_tokens_that_were_not_fed() -> None:
+    writer = Writer(Remembering(vocab_size=120), Bytes(adds_bos=False), rows=2)
+    prompt = list(range(50))
+    first, pieces = writer.add(prompt, 14), [""]
+    while first.began is None:
+        pieces += [piece for _, piece in writer.step()]
+    second = writer.add([*prompt, 7], 3, logprobs=True)
+    while not writer.texts.idle:
+        pieces += [piece for written, piece in writer.step() if written is first]
+    assert "".join(pieces) == first.completion["generation"]
+    assert (first.reused, second.reused, second.prompt_len) == (0, 50, 51)
+    assert second.ended is not None
+    assert second.began is not None
+    assert second.added <= second.began <= second.ended
+    assert len(second.completion["logprobs"]) == 3
+
+
+def test_a_text_whose_logits_are_not_numbers_fails_alone() -> None:
+    model = Remembering()
+    writer = Writer(model, Ids(), rows=3)
+    first, second = (writer.add([id], 9, temperature=0) for id in (1, 2))
+    for _ in range(2):
+        list(writer.step())
+    model.nan = True
+    while not writer.texts.idle:
+        list(writer.step())
+    assert (first.error, first.completion["ids"]) == (None, model.generate_tokens([[1]], 9, temperature=0)[0][0])
+    assert "not finite" in str(second.error)
+    assert second.completion["finish_reason"] is None
+
+
+def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> None:
+    model, uncached = Remembering(), Remembering()
+    uncached.kv_caching = False
+    many = partial(model.generate_many, Ids())
+
+    def drain(made: Iterator[Any]) -> None:
+        list(made)
+
+    assert (
+        unrefused(
+            [
+                (lambda: drain(many([[1], []], 9)), "prompt 1: .* no tokens"),
+                (lambda: drain(many([[1], [1] * 99], 9)), "prompt 1: .*max_seq_len=64"),
+                (lambda: drain(many([[1]], 9, echo=True)), "echo concerns a batch.*model.generate"),
+                (lambda: many([[1]], seed=[1]), r"seed=\[1\] must be a whole number"),
+                (lambda: many([[1]], rows=0), "rows=0 must be a whole number of at least 1"),
+                (
+                    lambda: drain(many([[1] * 9], 4, cache_bytes=10)),
+                    "prompt 0: .* needs 13 bytes of cache, and there are 10",
+                ),
+                (lambda: uncached.generate_many(Ids(), [[1]]), "KV cache, which is off; set model.kv_caching = True"),
+            ]
+        )
+        == []
+    )
+
+
+class FixedRows:
+    """A runner whose batches no row can join."""
+
+    name = "recorded"
+
+    def steady(self) -> None: ...
+    def stepper(self, *_: Any) -> None: ...
+
+
+def test_where_rows_cannot_join_prompts_are_taken_in_chunks_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Remembering()
+    expected = dict(model.generate_many(Ids(), PROMPTS, 6, seed=1))
+    model.runner = FixedRows()  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        assert dict(model.generate_many(Ids(), PROMPTS, 6, seed=1, rows=2)) == expected
+    assert "cannot join a batch whose steps are recorded: prompts are taken in chunks of 2" in caplog.text
+    with pytest.raises(ValueError, match="cannot join a batch"):
+        Writer(model, Ids())

@@ -1,0 +1,115 @@
+"""llama/texts.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails beside it."""
+
+from typing import Any
+
+from fakes import Memory, Remembering
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from llama.texts import Event, Texts
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 1.0},
+    {"temperature": 0.7, "top_k": 3, "logprobs": True},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 1.3, "repetition_penalty": 1.2, "logprobs": True},
+]
+
+
+class Drain:
+    """Collects what texts say."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[float | None]] = {}
+        self.finish: dict[int, str] = {}
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            assert event.number not in self.finish, "an event after the end"
+            if event.token is not None:
+                assert event.token.row == event.number
+                self.ids.setdefault(event.number, []).append(event.token.id)
+                self.logprobs.setdefault(event.number, []).append(event.token.logprob)
+            if event.finish is not None:
+                self.finish[event.number] = event.finish
+
+
+class TextsComeAndGo(RuleBasedStateMachine):
+    """Each text has the ids and log-probabilities that it has alone; a cancelled or failed one, their beginning."""
+
+    @initialize(rows=st.integers(1, 4), piece=st.sampled_from([1, 3, 64]), cache_bytes=st.sampled_from([None, 70, 150]))
+    def begin(self, rows: int, piece: int, cache_bytes: int | None) -> None:
+        self.model, self.limit = Remembering(), cache_bytes
+        Memory.most = 0
+        Memory.all.clear()
+        self.texts = Texts(self.model, rows=rows, piece=piece, cache_bytes=cache_bytes)
+        self.given: dict[int, dict[str, Any]] = {}
+        self.said, self.cancelled, self.fails = Drain(), set[int](), 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 6), min_size=1, max_size=8),
+        common=st.integers(0, 40),
+        max_gen_len=st.integers(1, 12),
+        way=st.sampled_from(WAYS),
+        seed=st.integers(0, 3),
+        stop_ids=st.sampled_from([(), (2,), (0, 5)]),
+    )
+    def add(self, prompt: list[int], common: int, **how: Any) -> None:
+        prompt = [3, 1, 4, 1, 5] * (common // 5) + prompt  # many begin alike
+        number = self.texts.add(prompt, how["max_gen_len"], stop_ids=how["stop_ids"], seed=how["seed"], **how["way"])
+        self.given[number] = {"prompt": prompt, **how}
+
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.said.take(self.texts.step())
+
+    @rule(which=st.integers(0, 30))
+    def cancel(self, which: int) -> None:
+        self.texts.cancel(which)
+        if which in self.given and which not in self.said.finish:
+            self.cancelled.add(which)
+
+    @rule()
+    def fail(self) -> None:
+        if not self.texts.idle:
+            self.model.broken = OSError("a disk")
+
+    @rule()
+    def spoil(self) -> None:
+        self.model.nan = not self.texts.idle
+
+    @invariant()
+    def memory_is_within_the_limit(self) -> None:
+        if getattr(self, "limit", None) is not None:
+            assert Memory.most <= self.limit
+
+    def teardown(self) -> None:
+        if not hasattr(self, "texts"):
+            return
+        self.model.broken, self.model.nan = None, False
+        steps = 0
+        while not self.texts.idle:
+            self.said.take(self.texts.step())
+            steps += 1
+            assert steps < 2000, "texts that do not end"
+        alone = Remembering()
+        for number, how in self.given.items():
+            made, logprobs = alone.generate_tokens(
+                [how["prompt"]], how["max_gen_len"], stop_ids=how["stop_ids"], seed=how["seed"], **how["way"]
+            )
+            ids = self.said.ids.get(number, [])
+            if number in self.cancelled or self.said.finish[number] == "failed":
+                assert ids == made[0][: len(ids)]
+            else:
+                assert ids == made[0]
+                assert self.said.finish[number] == ("stop" if len(ids) < how["max_gen_len"] else "length")
+                if logprobs is not None:
+                    assert self.said.logprobs.get(number, []) == logprobs[0]
+
+
+TextsComeAndGo.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+test_texts_that_come_and_go_are_what_they_are_alone = TextsComeAndGo.TestCase
