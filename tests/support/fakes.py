@@ -103,7 +103,8 @@ class Scripted(Generation):
     def _rows_of(self, prefixes: list[list[int]]) -> list[int]:
         """Return the numbers of these rows by their prompts."""
         left = dict(enumerate(self.prompts))
-        rows = [next(row for row, prompt in left.items() if prefix[: len(prompt)] == prompt) for prefix in prefixes]
+        rows = [next((row for row, start in left.items() if prefix[: len(start)] == start), -1) for prefix in prefixes]
+        assert -1 not in rows, f"these begin with no prompt: {prefixes}"
         assert len(set(rows)) == len(rows), f"prompts that begin alike need a cache: {prefixes}"
         return rows
 
