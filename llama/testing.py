@@ -171,6 +171,35 @@ def rows_may_leave(args: ModelArgs) -> bool:
     return True
 
 
+def texts_may_join(args: ModelArgs) -> bool:
+    """A text that joins a batch, or was joined by others, gives what it gives alone, unless the kind refuses to."""
+    model, tokens, ends = tiny_model(args), some_tokens(args, rows=3), [40, 7, 31]
+    batch, alone, made, rows = model.new_cache(), list[Cache](), [list[Tensor]() for _ in ends], list[int]()
+    for row, leaves in ((0, []), (1, []), (2, [0])):
+        batch.select_rows(rows := [one for one in rows if one not in leaves])
+        text = batch.sibling()
+        model(tokens[row : row + 1, : ends[row]], Rows.at([0], [ends[row]], prompt_ends=True), cache=text)
+        alone.append(text.copy())
+        try:
+            batch.join(text, len(rows), ends[row])
+        except ValueError:
+            if row or batch.nbytes:
+                raise
+            return False
+        rows.append(row)
+        for _ in range(4):
+            starts = [ends[row] for row in rows]
+            for one, logits in zip(rows, model(tokens[rows, starts][:, None], starts, cache=batch), strict=True):
+                made[one].append(logits)
+                ends[one] += 1
+    for row, logits in enumerate(made):
+        wanted = stepped(
+            model, tokens[row : row + 1, : ends[row]], range(ends[row] - len(logits), ends[row]), alone[row]
+        )
+        near(torch.cat(logits)[None], wanted, f"of text {row}, which joined or was joined", model)
+    return True
+
+
 def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
     """Rows that repeat the first row give what copies of it give, even if they replace other rows."""
     model, tokens = tiny_model(args), some_tokens(args, rows=3, length=50)
@@ -321,6 +350,7 @@ CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     texts_leave_nothing_behind,
     bytes_are_as_predicted,
     rows_may_leave,
+    texts_may_join,
     the_first_row_may_be_repeated,
     a_row_stores_the_same_in_a_batch,
     a_prompt_in_chunks_stores_the_same,

@@ -135,6 +135,51 @@ class Cache:
             made._turn = self._turn
         return made
 
+    def sibling(self, length: int = 0) -> "Cache":
+        """Return an empty cache of the same kind and settings, for a text of `length` positions that will `join`.
+
+        If the kind shares memory, the text is stored in that of this cache, and the calls of both run one at a time.
+        """
+        with locked(self._turn):
+            made = Cache([layer.sibling() for layer in self.layers], self.kind)
+        if any(layer.shares_memory for layer in self.layers):
+            made._turn = self._turn
+        for layer in made.layers:
+            if layer.preallocates and length:
+                layer.reserve(1, length)
+        return made
+
+    def join(self, other: "Cache", rows: int, length: int) -> None:
+        """Move row 0 of `other`, a text of `length` positions, behind the first `rows` rows, and free `other`.
+
+        Later rows are dropped; with `rows` 0, old contents do not matter. Raises RuntimeError during a call of one of
+        the caches. Raises ValueError, before anything is written, if the kind cannot join rows, if the kinds, sizes,
+        sources or pools differ, and after a call that did not end.
+        """
+        with locked(self._call, TAKEN), locked(self._turn), locked(other._call, TAKEN):
+            self._check_join(other, rows, length)
+            if not rows:
+                self._begin()
+            with self._changing(), other._changing():
+                for layer, joining in zip(self.layers, other.layers, strict=True):
+                    layer.join(joining, rows, length)
+                self.source = other.source
+            self.failed_at = None
+        other.free()
+
+    def _check_join(self, other: "Cache", rows: int, length: int) -> None:
+        ours, theirs = ([(type(one), one.args, one.layer) for one in each.layers] for each in (self, other))
+        if ours != theirs or other.source is None:
+            raise ValueError(
+                f"a cache of kv_cache={other.kind!r} cannot join one of {self.kind!r}: they differ in their kinds or "
+                "sizes, or no text was fed; make it by sibling(), and feed it"
+            )
+        other._check(other.source)
+        if rows:
+            self._check(other.source)
+        for layer, joining in zip(self.layers, other.layers, strict=True):
+            layer.check_join(joining, rows, length)
+
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed.
 

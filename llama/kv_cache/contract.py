@@ -52,7 +52,8 @@ class KVCache:
 
     You write       update
     You may write   configure, visible, key_positions, observe; truncate, predicted_bytes; the class attributes below
-    Others call     reserve, free, copy, select_rows, repeat_first_row, state, restore; native code: prepare, record
+    Others call     reserve, free, copy, sibling, check_join, join, select_rows, repeat_first_row, state, restore;
+                    native code: prepare, record
     Given           check, prepare, rotated; args, layer, rope, reserved
 
     Class attributes describe a kind:
@@ -282,6 +283,52 @@ class KVCache:
         if length is None or self.written("keys", length) is None:
             return parts
         return {name: part[: self.written(name, length)] for name, part in parts.items()}
+
+    def sibling(self) -> Self:
+        """Return an empty cache of the same kind and settings, for a text that may `join` this one."""
+        return type(self)(self.args, self.layer, self.rope)
+
+    def check_join(self, other: Self, rows: int, length: int) -> None:
+        """Raise ValueError unless row 0 of `other`, a text of `length` positions, can become row `rows` of this one.
+
+        `other` has the kind, layer and sizes of this one.
+        """
+        name = f"kv_cache={self.args.kv_cache!r}"
+        if type(self).join is KVCache.join and self.written("keys", length) is None:
+            raise ValueError(
+                f"{name}: a text cannot join others in a cache of this kind, which does not state what a text has "
+                "written; override `written` or `join`, or choose another kind, such as static or paged"
+            )
+        if not other._has_row(0, length) or (rows and not self._has_row(rows - 1, 0)):
+            raise ValueError(
+                f"{name}: a text of {length} positions cannot become row {rows}: it has other positions, or there are "
+                "fewer rows; join behind the last row, with the positions that were fed"
+            )
+        held, new = self.like, other.like
+        if held is not None and new is not None and (held.dtype, held.device) != (new.dtype, new.device):
+            raise ValueError(
+                f"{name}: a text in {new.dtype} on {new.device} cannot join others in {held.dtype} on {held.device}; "
+                "feed all by one model"
+            )
+        self.args.check_room(rows + 1, length if self.bound is None else 0)
+
+    def _has_row(self, row: int, length: int) -> bool:
+        """Return True if `row` can have `length` positions, by its memory, or by its end if the kind counts it."""
+        if self.ends is not None:
+            return row < len(self.ends) and length in (0, self.ends[row])
+        return self.keys is not None and row < len(self.keys) and length <= self.keys.shape[1]
+
+    @torch.inference_mode()  # as above
+    def join(self, other: Self, rows: int, length: int) -> None:
+        """Move row 0 of `other`, a text of `length` positions, to row `rows`; drop the rows from there on.
+
+        Called after `check_join`; then `other` is freed.
+        """
+        assert other.like is not None
+        self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
+        moved = other._written(0, length)
+        for name, part in self._written(rows, length).items():
+            part.copy_(moved[name])
 
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from operator import add
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ class CountingCache(KVCache):
         ends = [self._ends[row] for row in rows]
         super().select_rows(rows, ends)
         self._ends = ends
+
+    def join(self, other: Self, rows: int, length: int) -> None:
+        super().join(other, rows, length)
+        self._ends[rows:] = other._ends[:1]
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return the stored tensors, and the position behind each row's last token as `ends`, (rows,)."""

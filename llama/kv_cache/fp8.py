@@ -44,9 +44,13 @@ class Fp8Cache(StaticCache, kind="fp8"):
         numbers, scale = ((*shape, self.args.head_dim), torch.uint8), ((*shape, 1), SCALES)
         return {"keys": numbers, "values": numbers, "key_scale": scale, "value_scale": scale}
 
+    def prepare(self, rows: Rows, like: Tensor) -> None:
+        super().prepare(rows, like)
+        self._like = like.new_empty(())
+
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = super().update(rows, xk, xv)
-        self._like, (bsz, end) = xk.new_empty(()), keys.shape[:2]
+        bsz, end = keys.shape[:2]
         key_scale, value_scale = (self.held()[name][:bsz, :end].to(xk.dtype) for name in ("key_scale", "value_scale"))
         return keys.view(NUMBERS).to(xk.dtype) * key_scale, values.view(NUMBERS).to(xk.dtype) * value_scale
 

@@ -114,7 +114,7 @@ class PagedCache(KVCache, kind="paged"):
 
     def free(self) -> None:
         with locked(self.pool.lock):
-            self.pool.stale = True
+            self.pool.stale = self.pool.stale or bool(self.tables)
             vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], pool=Pool(self))
 
     def copy(self) -> Self:
@@ -131,7 +131,7 @@ class PagedCache(KVCache, kind="paged"):
         return other
 
     def __del__(self) -> None:
-        if "pool" in vars(self):  # __init__ may have failed
+        if "pool" in vars(self) and self.tables:  # __init__ may have failed
             self.tables, self.pool.stale = [], True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,6 +159,32 @@ class PagedCache(KVCache, kind="paged"):
             for row in set(range(len(self.tables))).difference(rows):
                 self.pool.give_back(self.tables[row])
             self.tables = [self.tables[row] for row in rows]
+            self.pool.changing = False
+
+    def sibling(self) -> Self:
+        """Return an empty cache of the same pool. Its blocks may move the memory of all caches of the pool."""
+        made = super().sibling()
+        with locked(self.pool.lock):
+            made.pool, made.keys, made.values = self.pool, self.keys, self.values
+            self.pool.caches.add(made)
+        return made
+
+    def check_join(self, other: Self, rows: int, length: int) -> None:
+        if other.pool is not self.pool:
+            raise ValueError("a text in another pool of blocks cannot join; make its cache by sibling() or copy()")
+        super().check_join(other, rows, length)
+
+    def _has_row(self, row: int, length: int) -> bool:
+        return row < len(self.tables) and length <= len(self.tables[row]) * BLOCK
+
+    def join(self, other: Self, rows: int, length: int) -> None:
+        """Move the table of row 0 of `other`; no key or value is copied."""
+        with locked(self.pool.lock):
+            self.pool.begin_change()
+            for table in self.tables[rows:]:
+                self.pool.give_back(table)
+            self.tables[rows:] = other.tables[:1]
+            del other.tables[0]
             self.pool.changing = False
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:

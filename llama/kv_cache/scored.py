@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 from operator import sub
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +212,18 @@ class ScoredCache(CountingCache):
     def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
         self._rearrange(list(rows))
 
+    @torch.inference_mode()  # as in `KVCache.join`
+    def join(self, other: Self, rows: int, length: int) -> None:
+        parts = [*self._split()[:rows], *other._split()[:1]]
+        for numbers in ("_counts", "_bases", "_ends"):
+            getattr(self, numbers)[rows:] = getattr(other, numbers)[:1]
+        self._join(parts)
+        behind = other._ends[0] - other._bases[0]
+        assert other.keys is not None
+        self._take(rows + 1, behind, other.keys)
+        for name in ("keys", "values"):
+            getattr(self, name)[rows, :behind] = getattr(other, name)[0, :behind]
+
     def repeat_first_row(self, rows: int) -> None:
         self._rearrange([0] * rows)
 
@@ -292,7 +304,7 @@ class ScoredCache(CountingCache):
             return
         if stored or any(self._bases):
             length = -(-length // GROWTH) * GROWTH
-        self._enlarge(self.sizes(max(rows, stored_rows), length, like), like.device)
+        self._enlarge(self.sizes(max(rows, stored_rows), max(length, stored), like), like.device)
 
     def _allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return super()._allocate(shape, dtype, device).zero_()  # masked keys must be finite

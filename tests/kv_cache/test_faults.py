@@ -89,6 +89,12 @@ broken(  # grows more than it predicts, but not for a prompt
     ),
 )
 broken("MovesNoRows", testing.rows_may_leave, **STATIC, select_rows=lambda self, *rows: None)
+broken(
+    "JoinsAllButTheNewest",
+    testing.texts_may_join,
+    **STATIC,
+    join=lambda self, other, rows, length: StaticCache.join(self, other, rows, length - 1),
+)
 broken("CopiesNothing", testing.a_copy_goes_on_by_itself, **STATIC, copy=lambda self: self)
 broken("RepeatsNoRow", testing.the_first_row_may_be_repeated, **STATIC, repeat_first_row=lambda self, rows: None)
 broken("ChecksNothing", testing.bad_writes_are_refused, **STATIC, check=lambda self, rows, xk, xv: None)

@@ -95,6 +95,7 @@ class Texts:
             )
         self.acts.append((lambda cache: self.feed(cache, self.second, 0, PROMPT), None))
         self.acts += [(lambda cache: cache.select_rows([1]), None), (lambda cache: cache.repeat_first_row(3), None)]
+        self.acts += [(self._join, None)]
         self.acts += [(Cache.free, None), (lambda cache: cache.reserve(2, 60), None), (Cache.copy, None)]
         self.lines = [lines_of(lambda act=act: act(self.base.copy())) for act, _ in self.acts]
         self.after = self.feed(self.base.copy(), self.first, PROMPT, 1), self._after_second()
@@ -102,6 +103,12 @@ class Texts:
     def feed(self, cache: Cache, text: Tensor, start: int, width: int) -> Tensor:
         rows = Rows.at([start] * len(text), [width] * len(text), prompt_ends=not start)
         return self.model(text[:, start : start + width], rows, cache=cache)
+
+    def _join(self, cache: Cache) -> None:
+        """Let a row of the second text join the rows of the first one."""
+        text = cache.sibling()
+        self.feed(text, self.second[:1], 0, PROMPT)
+        cache.join(text, 2, PROMPT)
 
     def _after_second(self) -> Tensor:
         cache = self.base.copy()
@@ -133,6 +140,7 @@ class Texts:
             ([0, 1, 2], self.second, self.after[1]),
             ([1], self.first[1:], self.after[0][1:]),
             ([0, 0, 0], self.first[[0, 0, 0]], self.after[0][[0, 0, 0]]),
+            ([0, 1, 0], torch.cat((self.first, self.second[:1])), torch.cat((self.after[0], self.after[1][:1]))),
         ]
         right = []
         for _, text, wanted in expected:

@@ -1,0 +1,232 @@
+"""Texts join a batch, leave it and change their places; each row has the bits that the text has alone."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from tables import cases
+from tiny import tiny_args
+from torch import Tensor
+
+from llama.kv_cache import Attended, Cache, KVCache, PagedCache, StaticCache
+from llama.kv_cache.cache import Source
+from llama.kv_cache.paged import BLOCK
+from llama.ops import Scoring
+from llama.rows import Rows
+from llama.testing import same_tensors
+
+ROWS, LENGTH = 4, 120
+KINDS = ["static", "paged", "int8", "window:20+3", "knorm:12", "concat", "int4", "rotated:k4v3+2", "kivi:2+16", "fp8"]
+KINDS += ["quest:16", "static@0;int8"]
+
+DEFAULT = ("static", "paged", "int8")
+
+
+def made(kind: str) -> Cache:
+    return Cache.of(tiny_args(n_layers=2, head_dim=32, max_seq_len=LENGTH, max_batch_size=ROWS, kv_cache=kind), kind)
+
+
+SOURCE = Source("weights", False, torch.float32, torch.device("cpu"))
+
+
+def fed(cache: Cache, starts: list[int], new: Tensor, *, prompt_ends: bool = False) -> None:
+    """Write keys and values, new[0] and new[1], (rows, tokens, heads, head_dim), and observe without a model."""
+    rows = Rows.at(starts, [new.shape[2]] * len(starts), prompt_ends=prompt_ends)
+    xq = new.new_zeros(len(starts), new.shape[2], 4, 32)
+
+    def compute() -> None:
+        for layer in cache.layers:
+            keys, values = layer.update(rows, new[0], new[1])
+            if layer.observes:
+                positions = layer.key_positions()
+                scoring = Scoring(layer.layer, positions, None)
+                layer.observe(Attended(None, rows, xq, xq, keys, values, layer.visible(rows, xq), scoring))
+
+    cache.feed(SOURCE, starts, compute)
+
+
+class Joins(RuleBasedStateMachine):
+    """Texts arrive in two pieces, step, change their places and leave; each is also fed to a cache of its own."""
+
+    kind = "static"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream, self.batch = torch.Generator().manual_seed(0), made(self.kind)
+        self.batch.reserve(ROWS, LENGTH)
+        self.alone: list[Cache] = []
+        self.ends: list[int] = []
+        self.blocks = self.row = 0
+
+    def new(self, rows: int, tokens: int) -> Tensor:
+        heads = self.batch.layers[0].args.n_kv_heads
+        return torch.randn(2, rows, tokens, heads, 32, generator=self.stream)
+
+    @precondition(lambda self: len(self.ends) < ROWS)
+    @rule(first=st.integers(1, 40), second=st.integers(0, 40), reserved=st.sampled_from([0, LENGTH]))
+    def arrive(self, first: int, second: int, reserved: int) -> None:
+        text, alone = self.batch.sibling(reserved), made(self.kind)
+        for start, tokens in ((0, first), (first, second)):
+            new = self.new(1, tokens)
+            for cache in (text, alone) if tokens else ():
+                fed(cache, [start], new, prompt_ends=start + tokens == first + second)
+            self.use(start + tokens)
+        self.batch.join(text, len(self.ends), first + second)
+        assert text.empty
+        self.alone.append(alone)
+        self.ends.append(first + second)
+
+    @precondition(lambda self: self.ends and max(self.ends) < LENGTH)
+    @rule(count=st.integers(1, 9))
+    def step(self, count: int) -> None:
+        for _ in range(min(count, LENGTH - max(self.ends))):
+            new = self.new(len(self.ends), 1)
+            fed(self.batch, self.ends, new)
+            for row, alone in enumerate(self.alone):
+                fed(alone, [self.ends[row]], new[:, row : row + 1])
+            self.ends = [end + 1 for end in self.ends]
+            self.use()
+
+    @rule(order=st.permutations(range(ROWS)), count=st.integers(0, ROWS), known=st.booleans())
+    def leave(self, order: list[int], count: int, known: bool) -> None:
+        rows = [row for row in order if row < len(self.ends)][:count]
+        self.ends, self.alone = [self.ends[row] for row in rows], [self.alone[row] for row in rows]
+        self.batch.select_rows(rows, self.ends if known else None)
+
+    def use(self, *more: int) -> None:
+        """Count the blocks of a pool, in which texts of these lengths are fed, as the prediction does."""
+        layer, used = self.batch.layers[0], sum(-(-end // BLOCK) for end in (*self.ends, *more))
+        if isinstance(layer, PagedCache) and used > self.blocks:
+            self.blocks = layer._enlarged(self.blocks, used)
+
+    @invariant()
+    def a_row_has_the_bits_of_its_text(self) -> None:
+        if self.ends:
+            self.row = (self.row + 1) % len(self.ends)
+            ours, end = self.batch.copy(), self.ends[self.row]
+            ours.select_rows([self.row], [end])
+            for found, wanted in zip(ours.state(1, end), self.alone[self.row].state(1, end), strict=True):
+                assert same_tensors(found, wanted)
+
+    @invariant()
+    def as_many_bytes_are_stored_as_predicted(self) -> None:
+        if self.kind == "paged":
+            assert self.batch.nbytes == self.blocks * BLOCK * self.batch.position_bytes(4)
+        elif self.kind == "static" and self.batch.nbytes:
+            sizes: Any = {"prompts": [1], "ends": [LENGTH], "reserved": (ROWS, LENGTH)}
+            assert self.batch.nbytes == self.batch.predicted_bytes(**sizes, itemsize=4)
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, *DEFAULT))
+def test_texts_that_join_and_leave_have_the_bits_that_they_have_alone(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = KVCache._allocate  # some slots are never written nor read, and both caches must have the same there
+    monkeypatch.setattr(KVCache, "_allocate", lambda *of: allocate(*of).fill_(1))
+    machine, count = type("Machine", (Joins,), {"kind": kind}), 3 if kind in DEFAULT else 15
+    limits = settings(max_examples=count, stateful_step_count=10, deadline=None)
+    run_state_machine_as_test(machine, settings=limits)  # type: ignore[no-untyped-call]
+
+
+# ---- texts that cannot join ------------------------------------------------------------------------------------------
+
+
+class Unknown(StaticCache):
+    """Does not say what a text has written."""
+
+    def written(self, name: str, length: int) -> None:  # type: ignore[override]
+        return None
+
+
+class Poor(StaticCache):
+    """Has no memory for a second row."""
+
+    def _allocate(self, shape: Any, *of: Any) -> Tensor:
+        if shape[0] > 1 and self.layer:
+            raise MemoryError
+        return super()._allocate(shape, *of)
+
+
+def with_text(cache: Cache, tokens: int = 5, *, dtype: torch.dtype = torch.float32) -> Cache:
+    new = torch.randn(2, 1, tokens, 2, 32, dtype=dtype)
+    fed(cache, [0], new, prompt_ends=True)
+    cache.source = SOURCE._replace(dtype=dtype)
+    return cache
+
+
+def of(kind: type[StaticCache]) -> Cache:
+    return Cache([kind(layer.args, layer.layer, layer.rope) for layer in made("static").layers], "static")
+
+
+def test_a_text_that_cannot_join_is_refused_and_both_caches_stay_as_they_were() -> None:
+    static, paged, other = with_text(made("static")), with_text(made("paged")), SOURCE._replace(weights="others")
+    another, failed = with_text(static.sibling()), with_text(static.sibling())
+    another.source, failed.failed_at = other, 3
+    refused = [
+        (with_text(of(Unknown)), with_text(of(Unknown)), 1, 5, "does not state what a text has written"),
+        (static, with_text(made("concat")), 1, 5, "differ in their kinds or sizes"),
+        (static, static.sibling(), 1, 5, "or no text was fed"),
+        (static, with_text(static.sibling()), 1, 6, "a text of 6 positions cannot become row 1"),
+        (static, with_text(static.sibling()), 2, 5, "there are fewer rows"),
+        (static, with_text(static.sibling(), dtype=torch.float64), 0, 5, "in torch.float64 .* others in torch.float32"),
+        (static, another, 1, 5, "fed by another model"),
+        (static, failed, 1, 5, "did not end"),
+        (paged, with_text(made("paged")), 1, 5, "in another pool of blocks cannot join; make its cache by sibling"),
+        (paged, with_text(paged.sibling()), 1, 17, "a text of 17 positions cannot become row 1"),
+        (with_text(made("int8")), with_text(made("int8")), 1, 4, "it has other positions"),
+    ]
+    for cache, text, rows, length, words in refused:
+        before = copy.deepcopy([[layer.state() for layer in one.layers] for one in (cache, text)])
+        with pytest.raises(ValueError, match=words):
+            cache.join(text, rows, length)
+        for one, states in zip((cache, text), before, strict=True):
+            assert all(same_tensors(layer.state(), state) for layer, state in zip(one.layers, states, strict=True))
+    with_fewer = with_text(made("static"))
+    for layer in with_fewer.layers:
+        layer.args = replace(layer.args, max_batch_size=1)
+    with pytest.raises(ValueError, match="2 rows are more than max_batch_size=1"):
+        with_fewer.join(with_text(with_fewer.sibling()), 1, 5)
+
+
+def test_after_a_join_that_failed_in_a_later_layer_no_call_continues_either_text() -> None:
+    cache = with_text(of(Poor))
+    text = with_text(cache.sibling())
+    with pytest.raises(MemoryError):
+        cache.join(text, 1, 5)
+    for one in (cache, text):
+        with pytest.raises(ValueError, match="did not end"):
+            fed(one, [5], torch.randn(2, 1, 1, 2, 32))
+    with_text(cache)
+    text = with_text(cache.sibling(), 7)
+    cache.join(text, 0, 7)  # nothing of the old contents matters
+    fed(cache, [7], torch.randn(2, 1, 1, 2, 32))
+
+
+def test_a_joined_text_gives_its_blocks_back_and_its_cache_counts_none() -> None:
+    cache = with_text(made("paged"), 40)
+    pools = [layer.pool for layer in cache.layers if isinstance(layer, PagedCache)]
+    text = with_text(cache.sibling(), 70)
+    keys = cache.layers[0].keys
+    assert text.layers[0].keys is keys
+    cache.join(text, 1, 70)
+    del text
+    assert cache.layers[0].keys is keys
+    assert not any(pool.stale for pool in pools), "no pool is counted again"
+    cache.select_rows([1])
+    assert [sum(pool.shares) for pool in pools] == [5, 5]
+    cache.select_rows([])
+    assert [sum(pool.shares) for pool in pools] == [0, 0]
+
+
+def test_a_join_during_a_call_is_refused() -> None:
+    cache = with_text(made("static"))
+    text = with_text(cache.sibling())
+    for busy in (cache, text):
+        with busy._call, pytest.raises(RuntimeError, match="in the middle of another call"):
+            cache.join(text, 1, 5)
+    cache.join(text, 1, 5)
