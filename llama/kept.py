@@ -16,6 +16,10 @@ class Kept:
         """The bytes of all caches. Memory that they share with others counts in each."""
         return sum(size for _, _, size in self._texts)
 
+    @property
+    def caches(self) -> list[Cache]:
+        return [cache for _, cache, _ in self._texts]
+
     def add(self, ids: list[int], cache: Cache, nbytes: int) -> None:
         """Keep a text, in the place of those that it continues."""
         self._texts = [one for one in self._texts if one[0] != ids[: len(one[0])]]

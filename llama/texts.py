@@ -17,6 +17,7 @@ from llama.batch import Batch, Chosen, NonFiniteLogits, Row, Token
 from llama.generation import PlainStepper, make_stepper
 from llama.kept import Kept, common_length
 from llama.kv_cache import Cache
+from llama.kv_cache.paged import BLOCK
 from llama.request import Options, Request, make_request
 
 LEAST = 32  # tokens that are worth copying from another text's cache
@@ -70,7 +71,7 @@ class Texts:
         None: no limit, and no text is kept after its end for others that begin alike.
         """
         self._model, self._rows, self._piece, self._cache_bytes = model, rows, piece, cache_bytes
-        self._root: Cache = model.new_cache(kv_cache)  # empty; all others are its siblings
+        self._root: Cache = model.new_cache(self._limited(kv_cache or model.kv_cache))  # all others are its siblings
         self._root.check_joins()
         self._lossless = all(layer.lossless for layer in self._root.layers)
         self._numbers = count()
@@ -79,6 +80,7 @@ class Texts:
         self._fed: PlainStepper | None = None  # of the text whose prompt is being fed
         self._running: PlainStepper | None = None
         self._steps: Iterator[Chosen] = iter(())  # of the running stepper
+        self._most = (0, 0)  # rows, and positions of the longest, since the batch began
         self._kept = Kept()
 
     @property
@@ -94,6 +96,18 @@ class Texts:
     @property
     def idle(self) -> bool:
         return not self._texts
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all caches. Memory that they share counts once."""
+        steppers = [stepper.cache for stepper in (self._running, self._fed) if stepper is not None]
+        layers = [layer for cache in (*steppers, *self._kept.caches) if cache is not None for layer in cache.layers]
+        return sum({held.data_ptr(): held.nbytes for layer in layers for held in layer.held().values()}.values())
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The most bytes of all caches until the texts that run have ended."""
+        return self._predicted() + self._kept.nbytes
 
     def add(
         self,
@@ -113,7 +127,7 @@ class Texts:
             raise ValueError(f"{', '.join(refused)} concerns a batch, not a text among others; use model.generate")
         limits = self._model.args
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._root.bound)
-        needed = self._predicted([request])
+        needed = self._bytes([request], (1, request.longest))
         if self._cache_bytes is not None and needed > self._cache_bytes:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with max_gen_len={max_gen_len} needs {needed:,} bytes of cache, and "
@@ -162,7 +176,7 @@ class Texts:
         if self._running is not None and self._running.batch.goes_on:
             self._running.drop_ended()
         else:
-            self._running, self._steps = None, iter(())
+            self._running, self._steps, self._most = None, iter(()), (0, 0)
 
     def _prompts_fed(self) -> list[Event]:
         """Feed pieces of prompts, about `piece` tokens in all; the texts whose prompts end there begin to generate."""
@@ -226,12 +240,30 @@ class Texts:
                 events.append(Event(row.number, None, "failed", error))
         return events
 
-    def _predicted(self, requests: Sequence[Request]) -> int:
-        """Return the bytes of cache that texts take at their ends."""
+    def _predicted(self, *more: Request) -> int:
+        """Return the most bytes of cache that the texts that run, and `more`, take until all have ended."""
+        going = [text.request for text in self._texts.values() if text.row is not None]
+        together = [*going, *more]
+        most = max(self._most[0], len(together)), max([self._most[1], *(one.longest for one in together)])
+        alone = [self._bytes([one], (1, one.longest)) for one in together]  # memory of kinds that store row by row
+        fed = alone[-1:] if going and self._root.kind != "paged" else []  # a cache of its own, until the row joins
+        return max(self._bytes(together, most), sum(alone)) + sum(fed)
+
+    def _limited(self, kind: str) -> str:
+        """Return a kind of cache; a paged one has a pool of at most `cache_bytes`."""
+        if kind != "paged" or self._cache_bytes is None:
+            return kind
+        block = BLOCK * self._model.new_cache(kind).position_bytes(self._model.dtype.itemsize)
+        return f"{kind}:{max(self._cache_bytes // block, 1)}"
+
+    def _bytes(self, requests: Sequence[Request], reserved: tuple[int, int]) -> int:
+        """Return the bytes of cache that texts take if all begin together."""
+        if not requests:
+            return 0
         return self._root.predicted_bytes(
             prompts=[len(request.prompts[0]) for request in requests],
             ends=[request.longest for request in requests],
-            reserved=(0, 0),
+            reserved=reserved,
             itemsize=self._model.dtype.itemsize,
         )
 
@@ -242,17 +274,17 @@ class Texts:
 
         So no text that runs is ever stopped for lack of memory.
         """
-        going = [text.request for text in self._texts.values() if text.row is not None]
-        if not self._waiting or len(going) >= self._rows:
+        if not self._waiting or self.running >= self._rows:
             return None
         text = self._texts[self._waiting[0]]
+        needed = self._predicted(text.request)
         if self._cache_bytes is not None:
-            left = self._cache_bytes - self._predicted([*going, text.request])
-            if left < 0:
+            if needed > self._cache_bytes:
                 return None
-            self._kept.shrink(left)
+            self._kept.shrink(self._cache_bytes - needed)
+        self._most = max(self._most[0], self.running + 1), max(self._most[1], text.request.longest)
         number = self._waiting.popleft()
-        cache, text.reused = self._beginning(text.request.prompts[0])
+        cache, text.reused = self._beginning(text.request.prompts[0], text.request.longest)
         batch = Batch(text.request, self._model.args.vocab_size, prefix_len=text.reused)
         (text.row,) = batch.rows
         text.row.number = number
@@ -260,7 +292,7 @@ class Texts:
         assert isinstance(stepper, PlainStepper)
         return stepper
 
-    def _beginning(self, prompt: Sequence[int]) -> tuple[Cache, int]:
+    def _beginning(self, prompt: Sequence[int], longest: int) -> tuple[Cache, int]:
         """Return a cache for a prompt, and how many of its tokens it holds because another text begins alike.
 
         It holds none of a lossy kind: behind another text's cut, keys would be rounded or dropped in another way.
@@ -273,18 +305,19 @@ class Texts:
                 if same > best:
                     source, place, best = self._running.cache, at, same
         best = min(best, len(prompt) - 1)  # the logits after the prompt come from its last token
+        cache = self._root.sibling(longest)
         if source is None or best < LEAST or not self._lossless:
-            return self._root.sibling(), 0
-        return source.row_copy(place, best), best
+            return cache, 0
+        cache.join(source.row_copy(place, best), 0, best)
+        return cache, best
 
     def _keep(self, stepper: PlainStepper, row: Row) -> None:
         """Keep a text that has ended for others that begin alike, if there is a limit of bytes, and room within it."""
         if self._cache_bytes is None or not self._lossless or row.ended == "failed" or len(row.ids) <= LEAST:
             return
-        going = [text.request for text in self._texts.values() if text.row is not None]
         ids = row.ids[:-1]  # the newest token may not be fed yet
-        size = len(ids) * self._root.position_bytes(self._model.dtype.itemsize)
-        left = self._cache_bytes - self._predicted(going) - size
+        size = -(-len(ids) // BLOCK) * BLOCK * self._root.position_bytes(self._model.dtype.itemsize)
+        left = self._cache_bytes - self._predicted() - size
         if left >= 0:
             self._kept.shrink(left)
             assert stepper.cache is not None

@@ -17,7 +17,7 @@ from tiny import tiny_model
 from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.stepper import CallKind
-from llama.texts import Texts
+from llama.texts import LEAST, Texts
 
 LOSSLESS = ("static", "paged", "concat")
 LOSSY = ("int8", "int4", "fp8", "rotated", "kivi", "window:16", "h2o:0.5", "snapkv:0.5", "adakv:0.25", "quest")
@@ -48,15 +48,19 @@ def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[t
     """Add texts now and then, and return the ids and log-probabilities of each."""
     draw = random.Random(seed)
     made: dict[int, tuple[list[int], list[float | None]]] = {}
-    waiting = list(given)
+    waiting, reused, predicted = list(given), set[int](), 0
     while waiting or not texts.idle:
         while waiting and draw.random() < 0.5:
             made[texts.add(**waiting.pop(0))] = ([], [])
         for event in texts.step():
             assert event.error is None
+            reused.add(event.reused)
             if event.token is not None:
                 made[event.number][0].append(event.token.id)
                 made[event.number][1].append(event.token.logprob)
+        predicted = max(predicted, texts.predicted_bytes)
+        assert texts.nbytes <= (texts._cache_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
+    assert texts._rows == 1 or not texts._lossless or max(reused) >= LEAST, "no beginning was shared"
     return list(made.values())
 
 
@@ -84,8 +88,9 @@ def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: st
     _, model = twins(kind, ARGS)
     model.kv_cache = kv_cache
     given = some_texts(14)
-    for rows, piece in ((5, 16), (16, 256)):
-        assert together(Texts(model, rows=rows, piece=piece), given) == alone(model, given)
+    expected = alone(model, given)
+    for rows, piece, cache_bytes in ((5, 16, None), (16, 256, 300_000)):
+        assert together(Texts(model, rows=rows, piece=piece, cache_bytes=cache_bytes), given) == expected
 
 
 @pytest.mark.parametrize("kv_cache", cases(LOSSLESS, "paged"))

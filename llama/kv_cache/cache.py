@@ -149,6 +149,20 @@ class Cache:
                 layer.reserve(1, length)
         return made
 
+    def row_copy(self, row: int, length: int) -> "Cache":
+        """Return a cache of one row, which has the first `length` positions of a row of this one."""
+        with locked(self._call, TAKEN), locked(self._turn):
+            made = Cache([layer.row_copy(row, length) for layer in self.layers], self.kind)
+            made.source = self.source
+        if any(layer.shares_memory for layer in self.layers):
+            made._turn = self._turn
+        return made
+
+    def check_joins(self) -> None:
+        """Raise ValueError if texts cannot join others in a cache of this kind."""
+        for layer in self.layers:
+            layer.check_joins()
+
     def join(self, other: "Cache", rows: int, length: int) -> None:
         """Move row 0 of `other`, a text of `length` positions, behind the first `rows` rows, and free `other`.
 

@@ -52,8 +52,8 @@ class KVCache:
 
     You write       update
     You may write   configure, visible, key_positions, observe; truncate, predicted_bytes; the class attributes below
-    Others call     reserve, free, copy, sibling, check_join, join, select_rows, repeat_first_row, state, restore;
-                    native code: prepare, record
+    Others call     reserve, free, copy, sibling, check_joins, check_join, join, row_copy, select_rows,
+                    repeat_first_row, state, restore; native code: prepare, record
     Given           check, prepare, rotated; args, layer, rope, reserved
 
     Class attributes describe a kind:
@@ -288,17 +288,22 @@ class KVCache:
         """Return an empty cache of the same kind and settings, for a text that may `join` this one."""
         return type(self)(self.args, self.layer, self.rope)
 
+    def check_joins(self) -> None:
+        """Raise ValueError if texts cannot join others in a cache of this kind."""
+        if type(self).join is KVCache.join and self.written("keys", 1) is None:
+            raise ValueError(
+                f"kv_cache={self.args.kv_cache!r}: a text cannot join others in a cache of this kind, which does not "
+                "state what a text has written; override `written` or `join`, or choose another kind, such as static "
+                "or paged"
+            )
+
     def check_join(self, other: Self, rows: int, length: int) -> None:
         """Raise ValueError unless row 0 of `other`, a text of `length` positions, can become row `rows` of this one.
 
         `other` has the kind, layer and sizes of this one.
         """
+        self.check_joins()
         name = f"kv_cache={self.args.kv_cache!r}"
-        if type(self).join is KVCache.join and self.written("keys", length) is None:
-            raise ValueError(
-                f"{name}: a text cannot join others in a cache of this kind, which does not state what a text has "
-                "written; override `written` or `join`, or choose another kind, such as static or paged"
-            )
         if not other._has_row(0, length) or (rows and not self._has_row(rows - 1, 0)):
             raise ValueError(
                 f"{name}: a text of {length} positions cannot become row {rows}: it has other positions, or there are "
@@ -329,6 +334,12 @@ class KVCache:
         moved = other._written(0, length)
         for name, part in self._written(rows, length).items():
             part.copy_(moved[name])
+
+    def row_copy(self, row: int, length: int) -> Self:
+        """Return a cache of one row: the first `length` positions of a row. Of lossless kinds that can join."""
+        made = self.sibling()
+        made.restore({name: part[None].clone() for name, part in self._written(row, length).items()}, 1, length)
+        return made
 
     def truncate(self, position: int) -> bool:
         """Return True if feeding can continue at `position` as if nothing behind it had been fed."""

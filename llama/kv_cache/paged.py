@@ -169,6 +169,17 @@ class PagedCache(KVCache, kind="paged"):
             self.pool.caches.add(made)
         return made
 
+    def row_copy(self, row: int, length: int) -> Self:
+        """Return a cache of one row, which shares the blocks until one of the two writes into them."""
+        made = self.sibling()
+        with locked(self.pool.lock):
+            self.pool.begin_change()
+            made.tables = [self.tables[row][: -(-length // BLOCK)]]
+            for block in made.tables[0]:
+                self.pool.shares[block] += 1
+            self.pool.changing = False
+        return made
+
     def check_join(self, other: Self, rows: int, length: int) -> None:
         if other.pool is not self.pool:
             raise ValueError("a text in another pool of blocks cannot join; make its cache by sibling() or copy()")

@@ -123,7 +123,7 @@ class Memory:
     most: the most positions that all caches have held at a time.
     """
 
-    bound = None
+    bound, kind = None, "static"
     whole_prompt = False
     layers: tuple[()] = ()
     most: ClassVar[int] = 0
@@ -135,7 +135,7 @@ class Memory:
 
     def check_joins(self) -> None: ...
 
-    def sibling(self) -> "Memory":
+    def sibling(self, length: int = 0) -> "Memory":
         return Memory()
 
     def join(self, other: "Memory", rows: int, length: int) -> None:
@@ -177,7 +177,7 @@ class Remembering(Generation, Many):
     broken: if set, raised by the next call. nan: if set, the next call gives its last row logits that are not numbers.
     """
 
-    kv_caching = True
+    kv_caching, kv_cache = True, "static"
     device = torch.device("cpu")
     dtype = torch.float32
 
