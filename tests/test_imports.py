@@ -28,7 +28,7 @@ FILES = [
 # The core: the model, its cache, the loop. It knows no folder but kv_cache and ranks, except where its row says so.
 CORE = (
     "args rope ops layers rows locked kv_cache ranks switches model "
-    "batch generation sampling request streaming session stepper texts kept many"
+    "batch generation sampling request streaming session stepper texts text_caches many"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -52,8 +52,8 @@ MAY_IMPORT = {
         "args batch generation kv_cache locked request rows sessions stepper streaming untrusted.words",
         "torch",
     ),
-    "llama/kept.py": ("kv_cache", ""),
-    "llama/texts.py": ("batch generation kept kv_cache request", "torch"),
+    "llama/text_caches.py": ("batch generation kv_cache request", ""),
+    "llama/texts.py": ("batch generation request text_caches", "torch"),
     "llama/many.py": ("request sampling streaming texts", ""),
     "llama/model.py": ("args generation kv_cache layers many ops ranks rope rows session stepper switches", "torch"),
     "llama/ranks/__init__.py": ("", "torch"),

@@ -17,7 +17,8 @@ from tiny import tiny_model
 from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.stepper import CallKind
-from llama.texts import LEAST, Texts
+from llama.text_caches import LEAST
+from llama.texts import Texts
 
 LOSSLESS = ("static", "paged", "concat")
 LOSSY = ("int8", "int4", "fp8", "rotated", "kivi", "window:16", "h2o:0.5", "snapkv:0.5", "adakv:0.25", "quest")
@@ -60,7 +61,7 @@ def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[t
                 made[event.number][1].append(event.token.logprob)
         predicted = max(predicted, texts.predicted_bytes)
         assert texts.nbytes <= (texts._cache_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
-    assert texts._rows == 1 or not texts._lossless or max(reused) >= LEAST, "no beginning was shared"
+    assert texts._rows == 1 or not texts._caches.lossless or max(reused) >= LEAST, "no beginning was shared"
     return list(made.values())
 
 
