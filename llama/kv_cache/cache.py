@@ -94,6 +94,10 @@ class Cache:
             for layer in self.layers
         )
 
+    def text_bytes(self, *, prompt: int, end: int, itemsize: int) -> int:
+        """Return the sum over all layers of `KVCache.text_bytes`."""
+        return sum(layer.text_bytes(prompt=prompt, end=end, itemsize=itemsize) for layer in self.layers)
+
     def position_bytes(self, itemsize: int) -> int:
         """Return the bytes that one position of one row takes in all layers."""
         return sum(layer.position_bytes(itemsize) for layer in self.layers)
@@ -166,19 +170,16 @@ class Cache:
     def join(self, other: "Cache", rows: int, length: int) -> None:
         """Move row 0 of `other`, a text of `length` positions, behind the first `rows` rows, and free `other`.
 
-        Later rows are dropped; with `rows` 0, old contents do not matter. Raises RuntimeError during a call of one of
-        the caches. Raises ValueError, before anything is written, if the kind cannot join rows, if the kinds, sizes,
-        sources or pools differ, and after a call that did not end.
+        Later rows are dropped. Raises RuntimeError during a call of one of the caches. Raises ValueError, before
+        anything is written, if the kind cannot join rows, if the kinds, sizes, sources or pools differ, and after a
+        call that did not end.
         """
         with locked(self._call, TAKEN), locked(self._turn), locked(other._call, TAKEN):
             self._check_join(other, rows, length)
-            if not rows:
-                self._begin()
             with self._changing(), other._changing():
                 for layer, joining in zip(self.layers, other.layers, strict=True):
                     layer.join(joining, rows, length)
                 self.source = other.source
-            self.failed_at = None
         other.free()
 
     def _check_join(self, other: "Cache", rows: int, length: int) -> None:
@@ -189,8 +190,7 @@ class Cache:
                 "sizes, or no text was fed; make it by sibling(), and feed it"
             )
         other._check(other.source)
-        if rows:
-            self._check(other.source)
+        self._check(other.source)
         for layer, joining in zip(self.layers, other.layers, strict=True):
             layer.check_join(joining, rows, length)
 

@@ -195,6 +195,10 @@ class KVCache:
         """
         return len(prompts) * max(ends) * self.position_bytes(itemsize)
 
+    def text_bytes(self, *, prompt: int, end: int, itemsize: int) -> int:
+        """Return the most bytes that a text with this prompt and end adds to a cache of several texts."""
+        return self.predicted_bytes(prompts=[prompt], ends=[end], reserved=(1, end), itemsize=itemsize)
+
     def reserve(self, rows: int, length: int) -> None:
         """Drop what is stored; a kind that `preallocates` allocates `rows` x `length` in its next update."""
         self.free()
@@ -308,12 +312,6 @@ class KVCache:
             raise ValueError(
                 f"{name}: a text of {length} positions cannot become row {rows}: it has other positions, or there are "
                 "fewer rows; join behind the last row, with the positions that were fed"
-            )
-        held, new = self.like, other.like
-        if held is not None and new is not None and (held.dtype, held.device) != (new.dtype, new.device):
-            raise ValueError(
-                f"{name}: a text in {new.dtype} on {new.device} cannot join others in {held.dtype} on {held.device}; "
-                "feed all by one model"
             )
         self.args.check_room(rows + 1, length if self.bound is None else 0)
 

@@ -72,8 +72,9 @@ class PagedCache(KVCache, kind="paged"):
 
     keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
     that it is seldom copied; `paged:BLOCKS` limits it. A block that several rows use is copied before one of them
-    writes into it. A row that leaves returns its blocks. PyTorch's attention needs contiguous keys, so the plain path
-    copies the blocks of every row at every step; native code reads them in place.
+    writes into it. A step that needs a block takes those of 16 steps, for all rows. A row that leaves returns its
+    blocks. PyTorch's attention needs contiguous keys, so the plain path copies the blocks of every row at every step;
+    native code reads them in place.
     A copy shares the pool and all blocks until one of the two writes.
     """
 
@@ -97,16 +98,21 @@ class PagedCache(KVCache, kind="paged"):
     def predicted_bytes(
         self, *, prompts: Sequence[int], ends: Sequence[int], reserved: tuple[int, int], itemsize: int
     ) -> int:
-        changes = Counter[int]()  # of the blocks in use, by step; the call of the prompts is step 0
-        for prompt, end in zip(prompts, ends, strict=True):
-            changes[0] += -(-prompt // BLOCK)
-            changes.update(range(-prompt % BLOCK + 1, end - prompt + 1, BLOCK))
-            changes[end - prompt + 1] -= -(-end // BLOCK)  # the row leaves before this step
-        blocks = used = 0
-        for step in range(max(changes)):
-            used += changes[step]
-            blocks = blocks if used <= blocks else self._enlarged(blocks, used)
+        tables, step = [-(-prompt // BLOCK) for prompt in prompts], 0
+        blocks = self._enlarged(0, sum(tables))
+        while rows := [row for row, prompt in enumerate(prompts) if prompt + step < ends[row]]:  # the others have left
+            starts, used = [prompts[row] + step for row in rows], sum(tables[row] for row in rows)
+            if any(start == tables[row] * BLOCK for row, start in zip(rows, starts, strict=True)):
+                for row, start, count in zip(rows, starts, self._ahead(starts, used), strict=True):
+                    tables[row] = max(tables[row], -(-(start + count) // BLOCK))
+                used = sum(tables[row] for row in rows)
+                blocks = blocks if used <= blocks else self._enlarged(blocks, used)
+            step = min(min(tables[row] * BLOCK, ends[row]) - prompts[row] for row in rows)
         return blocks * BLOCK * self.position_bytes(itemsize)
+
+    def text_bytes(self, *, prompt: int, end: int, itemsize: int) -> int:
+        """Return the bytes of the text's blocks and of one ahead. The pool may grow by an eighth more, to its limit."""
+        return (-(-end // BLOCK) + 1) * BLOCK * self.position_bytes(itemsize)
 
     @property
     def slots(self) -> None:
@@ -238,10 +244,22 @@ class PagedCache(KVCache, kind="paged"):
         return keys, values
 
     def prepare(self, rows: Rows, like: Tensor) -> None:
-        """Take the blocks that the rows write. Padding is not stored."""
+        """Take the blocks that the rows write; padding is not stored. If a step needs one, see `_ahead`."""
         super().prepare(rows, like)
         if not self._has_blocks(rows):
-            self._take(rows.starts, rows.lengths, like)
+            full = any(start == len(table) * BLOCK for start, table in zip(rows.starts, self.tables, strict=False))
+            used = len(self.pool.shares) - len(self.pool.spare)
+            ahead = self._ahead(rows.starts, used) if full and rows.width == 1 else rows.lengths
+            self._take(rows.starts, ahead, like)
+
+    def _ahead(self, starts: Sequence[int], used: int) -> list[int]:
+        """Return for how many positions of each row a step takes blocks, if `used` blocks are in use.
+
+        They are those of the next 16 steps: rows fill their blocks in different steps, and a reservation in each of
+        them would take 8 % of the time of a step of 16 rows. A pool near its limit gives no block before it is needed.
+        """
+        scarce = self.most_blocks is not None and self.most_blocks - used < 2 * len(starts)
+        return [1 if scarce else min(BLOCK, self.args.max_seq_len - start) for start in starts]
 
     def _has_blocks(self, rows: Rows) -> bool:
         """Return True if every row has the blocks that a call writes, and shares none of them."""
@@ -259,8 +277,13 @@ class PagedCache(KVCache, kind="paged"):
         return NativeLayout(self.sizes(len(self.keys), BLOCK, like), max(map(len, table)), table)
 
     def steps_left(self, starts: Sequence[int]) -> int:
-        """Return the number of steps up to the end of the first block that is full."""
-        return min(-(start + 1) % BLOCK for start in starts)
+        """Return the number of steps up to the first block that is not allocated, or that other rows use."""
+        ends = []
+        for table, start in zip(self.tables, starts, strict=False):
+            end = start // BLOCK + 1
+            follows = end < len(table) and self.pool.shares[table[end]] == 1
+            ends.append((end + follows) * BLOCK - start - 1)
+        return min(ends)
 
     def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
         """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
