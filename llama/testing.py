@@ -159,7 +159,7 @@ def rows_may_leave(args: ModelArgs) -> bool:
     def steps(rows: Sequence[int]) -> Tensor:
         """Return the logits of 16 steps of these rows, (steps, rows, vocab_size)."""
         cache, made = fed.copy(), list[Tensor]()
-        cache.select_rows(rows, [lengths[row] for row in rows] if 0 in rows else None)
+        cache.select_rows(rows)
         for step in range(16):
             starts = [lengths[row] + step for row in rows]
             made.append(model(tokens[rows, starts][:, None], starts, cache=cache)[:, 0])

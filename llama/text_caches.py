@@ -53,26 +53,20 @@ class TextCaches:
 
     def predicted(self, requests: Collection[Request]) -> int:
         """Return the most bytes of these texts until all have ended, whenever each began."""
-        if self._by_row:
-            return sum(self._blocks(request.longest) for request in requests)
-        alone = [self._bytes([request], (1, request.longest)) for request in requests]
-        if len(alone) < 2:
+        alone = [self._bytes_alone(len(request.prompts[0]), request.longest) for request in requests]
+        if self._by_row or len(alone) < 2:
             return sum(alone)
         most = max(self._most[0], len(alone)), max(self._most[1], *(request.longest for request in requests))
-        return max(self._bytes(requests, most), sum(alone)) + max(alone)  # one has its own cache until its row joins
-
-    def _bytes(self, requests: Collection[Request], reserved: tuple[int, int]) -> int:
-        """Return the bytes of texts that begin together."""
-        return self.root.predicted_bytes(
+        together = self.root.predicted_bytes(
             prompts=[len(request.prompts[0]) for request in requests],
             ends=[request.longest for request in requests],
-            reserved=reserved,
+            reserved=most,
             itemsize=self._itemsize,
         )
+        return max(together, sum(alone)) + max(alone)  # one has its own cache until its row joins
 
-    def _blocks(self, length: int) -> int:
-        """Return the bytes of the blocks that have so many positions of a row."""
-        return -(-length // BLOCK) * BLOCK * self.root.position_bytes(self._itemsize)
+    def _bytes_alone(self, prompt: int, end: int) -> int:
+        return self.root.text_bytes(prompt=prompt, end=end, itemsize=self._itemsize)
 
     @property
     def kept_bytes(self) -> int:
@@ -120,7 +114,7 @@ class TextCaches:
         It takes the place of texts that it continues. running: the texts that still run.
         """
         ids = _cached(row)
-        size = self._blocks(len(ids))
+        size = self._bytes_alone(len(ids), len(ids))
         if self._most_bytes is None or not self.lossless or row.ended == "failed" or len(ids) < LEAST:
             return
         if self._leave(self.predicted(running) + size):

@@ -213,19 +213,13 @@ class Cache:
         """Return the last position, at most `position`, where `truncate` returns True; 0 if there is none."""
         return next((start for start in range(position, 0, -1) if self.truncate(start)), 0)
 
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
-        """Move row `rows[i]` to row i; drop the rows that are not named.
-
-        lengths: the cached positions of each named row, so that no more is copied; see `KVCache.select_rows`. Raises
-        ValueError for a row named twice, and unless there is a length for each row.
-        """
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Move row `rows[i]` to row i; drop the rows that are not named. Raises ValueError for a row named twice."""
         if len(set(rows)) < len(rows):
             raise ValueError(f"rows={list(rows)} names a row twice; repeat_first_row copies a row")
-        if lengths is not None and len(lengths) != len(rows):
-            raise ValueError(f"lengths={list(lengths)} must be one per row of rows={list(rows)}, or None")
         with self._changing():
             for layer in self.layers:
-                layer.select_rows(rows, lengths)
+                layer.select_rows(rows)
 
     def repeat_first_row(self, rows: int) -> None:
         """Copy row 0 into each of `rows` rows."""

@@ -38,11 +38,10 @@ class ConcatCache(KVCache, kind="concat"):
         rows, length = last_call(prompts, ends)
         return rows * length * self.position_bytes(itemsize)
 
-    def join(self, other: Self, rows: int, length: int) -> None:
+    def prepare_join(self, other: Self, rows: int, length: int) -> None:
         held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
         assert other.keys is not None
         self._enlarge(self.sizes(max(rows + 1, held_rows), max(length, held), other.keys), other.keys.device)
-        super().join(other, rows, length)
 
     def written(self, name: str, length: int) -> int:
         return length

@@ -262,14 +262,17 @@ class KVCache:
                 held[1:rows] = held[:1]
         vars(self).update(made)
 
-    @torch.inference_mode()  # as above
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Move row `rows[i]` to row i; drop the rows that are not named. No row is named twice; any order is allowed.
 
-        lengths: how many positions of each named row are moved; None: all that memory is allocated for. A row that
-        stays where it is takes no time, so put the last rows into the places of those that leave: [0, 15, 2, 3, ...].
+        A row that stays where it is takes no time, so put the last rows into the places of those that leave:
+        [0, 15, 2, 3, ...].
         """
-        sizes = [None] * len(rows) if lengths is None else lengths
+        self._move(rows, [None] * len(rows))
+
+    @torch.inference_mode()  # as above
+    def _move(self, rows: Sequence[int], sizes: Sequence[int | None]) -> None:
+        """Move rows, of each so many positions; None: all that memory is allocated for."""
         moves = [(place, row, size) for place, (row, size) in enumerate(zip(rows, sizes, strict=True)) if place != row]
         early = {
             row: {name: part.clone() for name, part in self._written(row, size).items()}
@@ -321,14 +324,18 @@ class KVCache:
             return row < len(self.ends) and length in (0, self.ends[row])
         return self.keys is not None and row < len(self.keys) and length <= self.keys.shape[1]
 
+    def prepare_join(self, other: Self, rows: int, length: int) -> None:
+        """Allocate what `join` writes."""
+        assert other.like is not None
+        self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
+
     @torch.inference_mode()  # as above
     def join(self, other: Self, rows: int, length: int) -> None:
         """Move row 0 of `other`, a text of `length` positions, to row `rows`; drop the rows from there on.
 
         Called after `check_join`; then `other` is freed.
         """
-        assert other.like is not None
-        self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
+        self.prepare_join(other, rows, length)
         moved = other._written(0, length)
         for name, part in self._written(rows, length).items():
             part.copy_(moved[name])

@@ -28,9 +28,9 @@ class CountingCache(KVCache):
         super().repeat_first_row(rows)
         self._ends = self._ends[:1] * rows
 
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         ends = [self._ends[row] for row in rows]
-        super().select_rows(rows, ends)
+        self._move(rows, ends)
         self._ends = ends
 
     def join(self, other: Self, rows: int, length: int) -> None:

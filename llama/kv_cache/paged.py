@@ -159,7 +159,7 @@ class PagedCache(KVCache, kind="paged"):
                 self.pool.shares[block] += rows - 1
             self.pool.changing = False
 
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         with locked(self.pool.lock):
             self.pool.begin_change()
             for row in set(range(len(self.tables))).difference(rows):

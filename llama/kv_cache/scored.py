@@ -209,7 +209,7 @@ class ScoredCache(CountingCache):
             self.keys = self.values = None
             self._enlarge(self.sizes(len(self._ends), 0, attended.keys), attended.keys.device)
 
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         self._rearrange(list(rows))
 
     @torch.inference_mode()  # as in `KVCache.join`

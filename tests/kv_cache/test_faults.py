@@ -380,7 +380,7 @@ class KeepsTheCounts(KnormCache):
         more = scores.shape[1] % 3
         return torch.stack((super().choose(scores, budget + more)[0], super().choose(scores, budget - more)[1]))
 
-    def select_rows(self, rows: Sequence[int], lengths: Sequence[int] | None = None) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         counts = self._counts
         super().select_rows(rows)
         self._counts = counts[: len(rows)]

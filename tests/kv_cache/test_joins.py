@@ -96,12 +96,12 @@ class Joins(RuleBasedStateMachine):
                 self.use()
             self.ends = [end + 1 for end in self.ends]
 
-    @rule(order=st.permutations(range(ROWS)), count=st.integers(0, ROWS), known=st.booleans())
-    def leave(self, order: list[int], count: int, known: bool) -> None:
+    @rule(order=st.permutations(range(ROWS)), count=st.integers(0, ROWS))
+    def leave(self, order: list[int], count: int) -> None:
         rows = [row for row in order if row < len(self.ends)][:count]
         self.ends, self.alone = [self.ends[row] for row in rows], [self.alone[row] for row in rows]
         self.tables = [self.tables[row] for row in rows]
-        self.batch.select_rows(rows, self.ends if known else None)
+        self.batch.select_rows(rows)
 
     def use(self) -> None:
         """Count the blocks of the pool, after more of them came into use."""
@@ -113,7 +113,7 @@ class Joins(RuleBasedStateMachine):
         if self.ends:
             self.row = (self.row + 1) % len(self.ends)
             ours, end = self.batch.copy(), self.ends[self.row]
-            ours.select_rows([self.row], [end])
+            ours.select_rows([self.row])
             for found, wanted in zip(ours.state(1, end), self.alone[self.row].state(1, end), strict=True):
                 assert same_tensors(found, wanted)
 

@@ -81,16 +81,12 @@ class Writes(RuleBasedStateMachine):
         self.cache.reserve(rows, length)
         self.known, self.extent = {}, (0, 0)
 
-    @rule(
-        order=st.permutations(range(ROWS)),
-        count=st.integers(1, ROWS),
-        lengths=st.none() | st.lists(st.integers(0, LENGTH), min_size=ROWS, max_size=ROWS),
-    )
-    def select_rows(self, order: list[int], count: int, lengths: list[int] | None) -> None:
+    @rule(order=st.permutations(range(ROWS)), count=st.integers(1, ROWS))
+    def select_rows(self, order: list[int], count: int) -> None:
         rows, before = [row for row in order if row < self.extent[0]][:count], dict(self.known)
-        self.cache.select_rows(rows, lengths and lengths[: len(rows)])
+        self.cache.select_rows(rows)
         for place, row in enumerate(rows):
-            for pos in range(0 if place == row else lengths[place] if lengths else LENGTH):
+            for pos in range(0 if place == row else LENGTH):
                 self.known.pop((place, pos), None)
                 if (row, pos) in before:
                     self.known[place, pos] = before[row, pos]

@@ -161,6 +161,9 @@ class Memory:
     def predicted_bytes(self, *, prompts: Sequence[int], ends: Sequence[int], **_: object) -> int:
         return sum(ends)
 
+    def text_bytes(self, *, prompt: int, end: int, itemsize: int) -> int:
+        return end
+
     def write(self, rows: Rows, tokens: list[list[int]]) -> None:
         if not self.rows:
             self.rows = [[] for _ in tokens]
