@@ -137,7 +137,7 @@ class PlainStepper:
             begin = shared
         elif shared > begin and self.cache is not None:
             logger.info("share_prefix has no effect: what kv_cache=%s stores depends on the cut", self.cache.kind)
-        if begin and self.cache is not None:
+        if begin and rows > 1 and self.cache is not None:
             self.cache.repeat_first_row(rows)
         return begin
 

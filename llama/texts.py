@@ -6,7 +6,7 @@ does not know text, and is for one thread.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple, Unpack
@@ -15,7 +15,7 @@ import torch
 
 from llama.batch import Batch, Chosen, NonFiniteLogits, Row, Token
 from llama.generation import PlainStepper, make_stepper
-from llama.request import Options, Request, make_request
+from llama.request import Options, Request, Step, make_request
 from llama.text_caches import TextCaches
 
 OF_A_BATCH = ("echo", "kv_caching", "kv_cache", "share_prefix", "prefix", "device", "on_step")
@@ -56,14 +56,16 @@ class Texts:
         piece: int = 256,
         kv_cache: str | None = None,
         cache_bytes: int | None = None,
+        on_step: Callable[[Step], None] | None = None,
     ) -> None:
         """Make an empty list of texts. Raises ValueError for a kind of cache whose rows cannot join.
 
         piece: prompts are cut at multiples of so many tokens, whatever the load: for kinds of cache that round or drop
         keys the cut decides bits. cache_bytes: the most bytes of all caches; a text waits until its whole length fits.
-        None: no limit, and no text is kept after its end for others that begin alike.
+        None: no limit, and no text is kept after its end for others that begin alike. on_step: see `Options`.
         """
         self._model, self._rows, self._piece, self._cache_bytes = model, rows, piece, cache_bytes
+        self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
         self._numbers = count()
         self._texts: dict[int, _Text] = {}
@@ -112,7 +114,7 @@ class Texts:
         refused = [name for name in OF_A_BATCH if options.get(name) is not None]
         if refused:
             raise ValueError(f"{', '.join(refused)} concerns a batch, not a text among others; use model.generate")
-        limits = self._model.args
+        limits, options["on_step"] = self._model.args, self._on_step
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._caches.root.bound)
         needed = self._caches.predicted([request])
         if self._cache_bytes is not None and needed > self._cache_bytes:

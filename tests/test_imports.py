@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
     "llama/quality/": ("host.progress kv_cache model", "torch"),
     "llama/verify/verdict.py": ("host verify", ""),
-    "llama/verify/": ("batch model request session sessions streaming verify", "torch"),
+    "llama/verify/": ("batch many model request session sessions streaming texts verify", "torch"),
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/run/directory.py": ("bench", ""),

@@ -20,8 +20,8 @@ from llama.stepper import CallKind
 from llama.text_caches import LEAST
 from llama.texts import Texts
 
-LOSSLESS = ("static", "paged", "concat")
-LOSSY = ("int8", "int4", "fp8", "rotated", "kivi", "window:16", "h2o:0.5", "snapkv:0.5", "adakv:0.25", "quest")
+NATIVE = ("static", "paged")
+LOSSY = ("int8", "int4", "rotated", "kivi", "snapkv:0.5", "adakv:0.25", "quest")  # with a native step
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.2, "top_k": 30, "seed": 5},
@@ -81,7 +81,7 @@ def alone(model: Transformer, given: list[dict[str, Any]]) -> list[tuple[list[in
 @pytest.mark.parametrize(
     ("kind", "kv_cache"),
     cases(
-        [(kind, kv_cache) for kind in ("fp32", "bf16", "int8", "int8 in bf16", "int4") for kv_cache in LOSSLESS],
+        [(kind, kv_cache) for kind in ("fp32", "bf16", "int8", "int8 in bf16", "int4") for kv_cache in NATIVE],
         *(("fp32", "static"), ("fp32", "paged")),
     ),
 )
@@ -94,7 +94,7 @@ def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: st
         assert together(Texts(model, rows=rows, piece=piece, cache_bytes=cache_bytes), given) == expected
 
 
-@pytest.mark.parametrize("kv_cache", cases(LOSSLESS, "paged"))
+@pytest.mark.parametrize("kv_cache", cases((*NATIVE, "concat"), "paged"))
 def test_texts_in_exact_mode_have_the_bits_that_they_have_alone(kv_cache: str) -> None:
     model = tiny_model(ARGS).requires_grad_(False)
     model.exact = True
@@ -110,6 +110,15 @@ def test_texts_in_a_lossy_cache_are_what_they_are_alone_in_the_same_pieces(kv_ca
     given = some_texts(10)
     one_by_one = [together(Texts(model, rows=1, piece=16, kv_cache=kv_cache), [one])[0] for one in given]
     assert together(Texts(model, rows=4, piece=16, kv_cache=kv_cache), given) == one_by_one
+
+
+@pytest.mark.parametrize("kv_cache", cases(["fp8", "window:16", "h2o:0.5"], "window:16"))
+def test_kinds_without_a_native_step_make_the_same_ids_up_to_rounding(kv_cache: str) -> None:
+    model = tiny_model(ARGS).requires_grad_(False)
+    given = some_texts(6)
+    one_by_one = [together(Texts(model, rows=1, piece=16, kv_cache=kv_cache), [one])[0][0] for one in given]
+    made = together(Texts(model, rows=4, piece=16, kv_cache=kv_cache), given)
+    assert [ids for ids, _ in made] == one_by_one
 
 
 @needs_a_compiler

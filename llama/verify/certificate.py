@@ -251,8 +251,8 @@ def _judge(
         max_delta=difference.max_delta,
         kl_max=difference.kl_max,
         errors={name: _largest(one.error) for name, one in comparisons.items()},
-        compared={name: len(comparisons[name].index) for name in PASSES},
-        bit_equal={name: int(comparisons[name].equal.sum()) for name in PASSES},
+        compared={name: len(comparisons[name].index) for name in PASSES if name in comparisons},
+        bit_equal={name: int(comparisons[name].equal.sum()) for name in PASSES if name in comparisons},
         divergences=divergences,
         violations=violations,
     )

@@ -15,15 +15,18 @@ from typing import Unpack
 from torch import Tensor
 
 from llama.batch import NonFiniteLogits
+from llama.many import steady
 from llama.model import Transformer
 from llama.request import Options, Step
 from llama.session import Session
 from llama.sessions.file import IdsOnly
 from llama.streaming import TextStream
+from llama.texts import Texts as TextsTogether
 from llama.verify.passes import Chunk, Texts, record_logits
 
 IN_TURNS, FORKED, REWOUND = "session in turns", "session forked", "session rewound"
 SAVED, AFTER_SESSION, FED_ONCE = "session saved and loaded", "after a session's text", "common beginning fed once"
+AMONG_OTHERS = "among other texts"
 
 SHARE = 4  # each pass runs on one text in four: all texts would add half of the time of the other passes
 TURNS = 4  # the most turns in which a text is fed
@@ -37,9 +40,19 @@ Pass = Callable[[Transformer, list[int], random.Random], Iterator[Position]]
 def session_passes(model: Transformer, texts: Texts, seed: int) -> dict[str, Iterator[Chunk]]:
     """Return the passes through sessions by name, over one text in SHARE. Each one computes when it is iterated.
 
-    `seed` draws which texts each pass runs on, and where they are cut.
+    `seed` draws which texts each pass runs on, and where they are cut. AMONG_OTHERS is left out if rows of this model,
+    or of its kind of cache, cannot join a batch.
     """
-    return {name: _some_rows(model, texts, run, random.Random(f"{seed}, {name}")) for name, run in _PASSES.items()}
+    passes = {name: run for name, run in _PASSES.items() if name != AMONG_OTHERS or _may_join(model)}
+    return {name: _some_rows(model, texts, run, random.Random(f"{seed}, {name}")) for name, run in passes.items()}
+
+
+def _may_join(model: Transformer) -> bool:
+    """Return True if rows of the model can join a batch, and its kind of cache can join rows."""
+    with suppress(ValueError):
+        steady(model.with_kv_caching(True)).new_cache().check_joins()
+        return True
+    return False
 
 
 def _some_rows(model: Transformer, texts: Texts, run: Pass, dice: random.Random) -> Iterator[Chunk]:
@@ -191,6 +204,34 @@ def _in_rows(
         yield from _until_divergence(text[: following - 1], end, of_row)
 
 
+def _among_others(model: Transformer, text: list[int], dice: random.Random) -> Iterator[Position]:
+    """Continue beginnings of a text that join the rows of other texts in pieces, while some of these leave."""
+    limit = model.args.max_seq_len
+    choices = range(len(text) - max(len(text) // 3, 1), len(text))  # the end was generated: greedy steps repeat it
+    ends = sorted(dice.sample(choices, min(PREFIX_ROWS - 1, len(choices))))
+    recorded: list[Tensor] = []
+    steps: list[Step] = []
+    rows = min(model.args.max_batch_size or PREFIX_ROWS, PREFIX_ROWS)
+    texts = TextsTogether(steady(model), rows=rows, piece=dice.randint(-(-ends[0] // 4), ends[0]), on_step=steps.append)
+    with record_logits(model, recorded, []):
+        numbers = []
+        for end in ends:
+            other = _other_ids(text[: dice.randint(1, len(text) // 2)], model.args.vocab_size)
+            for steps_of_other in (2, 12):
+                texts.add(other, min(steps_of_other, limit - len(other)), temperature=0)
+            numbers.append(texts.add(text[:end], min(ANSWER, limit - end), temperature=0))
+        while not texts.idle:
+            texts.step()
+    for number, (end, following) in zip(numbers, pairwise([*ends, len(text) + 1]), strict=True):
+        of_text = [
+            logits[place : place + 1]
+            for logits, step in zip(recorded, steps, strict=True)
+            for place, (fed, cur_pos) in enumerate(zip(step.rows, step.cur_pos, strict=True))
+            if fed == number and cur_pos >= end
+        ]
+        yield from _until_divergence(text[: following - 1], end, of_text)
+
+
 def _until_divergence(text: Sequence[int], end: int, steps: Sequence[Tensor]) -> Iterator[Position]:
     """Yield the logits of greedy steps from text[:end] on, up to the first whose choice is not the text's next id."""
     for position, logits in enumerate(steps[: len(text) - end + 1], end - 1):
@@ -206,5 +247,6 @@ _PASSES: dict[str, Pass] = {
     SAVED: _saved,
     AFTER_SESSION: _after_session,
     FED_ONCE: _fed_once,
+    AMONG_OTHERS: _among_others,
 }
 SESSIONS = tuple(_PASSES)

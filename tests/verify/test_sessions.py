@@ -17,6 +17,7 @@ from llama.verify.certificate import PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import (
     AFTER_SESSION,
+    AMONG_OTHERS,
     FED_ONCE,
     FORKED,
     IN_TURNS,
@@ -242,11 +243,24 @@ def counts_no_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedCache, "repeat_first_row", repeat_first_row)
 
 
+def joins_one_position_short(patch: pytest.MonkeyPatch) -> None:
+    """Leave the last position of a text behind when it joins others."""
+    real = StaticCache.join
+
+    def join(self: StaticCache, other: StaticCache, rows: int, length: int) -> None:
+        assert other.keys is not None
+        other.keys[:, length - 1] = 0
+        real(self, other, rows, length)
+
+    patch.setattr(StaticCache, "join", join)
+
+
 FAULTS: list[tuple[Break, str, set[str]]] = [
     (shares_writes, "concat", {FORKED}),
     (rewinds_the_text_alone, "paged", {REWOUND, IN_TURNS}),  # in turns, an answer may differ from the text
     (restores_one_key_wrong, "paged", {SAVED}),
     (shifts_what_is_repeated, "static", {AFTER_SESSION, FED_ONCE}),
+    (joins_one_position_short, "static", {AMONG_OTHERS}),
 ]
 MORE_FAULTS: list[tuple[Break, str, set[str]]] = [
     (forgets_the_newest, "static", {IN_TURNS}),
