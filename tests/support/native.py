@@ -1,9 +1,7 @@
 """Models with native code, their plain twins, and the folder of the code, which is compiled once for all tests."""
 
-import os
 import platform
-import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -44,23 +42,6 @@ def cpu_flags() -> set[str]:
     """Return the CPU's flags from Linux's /proc/cpuinfo; none on other systems."""
     file = Path("/proc/cpuinfo")
     return set(file.read_text().split()) if platform.machine() == "x86_64" and file.exists() else set()
-
-
-# The CPU flag that each architecture needs. GCC chooses other instructions for each CPU of an architecture.
-ARCHITECTURES = {"x86-64-v3": "avx2", "x86-64-v4": "avx512vl", "native": "fma"}
-TUNES = ("generic", "znver2", "znver3", "skylake-avx512", "znver4")
-
-
-def builds_of(architecture: str, tunes: Iterable[str] = TUNES) -> list[tuple[str, str]]:
-    """Return the flags of the builds that the compiler knows; skip the test if this CPU does not run them."""
-    if ARCHITECTURES[architecture] not in cpu_flags():
-        pytest.skip(f"this CPU does not run {architecture}")
-    builds = [(f"-march={architecture}", f"-mtune={tune}") for tune in tunes]
-    commands = [["c++", *flags, "-E", "-x", "c++", os.devnull] for flags in builds]
-    known = [subprocess.run(command, capture_output=True, check=False).returncode == 0 for command in commands]
-    if known.count(True) < 2:
-        pytest.skip(f"this compiler does not know two tunes of {architecture}")
-    return [flags for flags, one in zip(builds, known, strict=True) if one]
 
 
 @contextmanager

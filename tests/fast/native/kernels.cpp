@@ -6,7 +6,8 @@
 //                                       X ... are some of the numbers. Vectors of another size add in another order.
 //     wrong  NAME                       two results of this build differ, and the program ends
 //
-// With -DKERNELS_ALONE, forwards are left out: they take a compiler most of the time.
+// With -DKERNELS_ALONE, forwards are left out, and with -DFORWARDS_ALONE the kernels, for builds of which only some code
+// differs. With emulated tiles, forwards of float32 are left out: tiles multiply bfloat16 only.
 //
 // Tabs separate the parts of a line. A digest has the bits of all numbers of a result; all nan count as one number,
 // because CPUs make different ones.
@@ -101,6 +102,11 @@ void require(bool right, const std::string& name) {
 // Require that `some` has the first numbers of `all`.
 void require_start(const std::vector<float>& some, const std::vector<float>& all, const std::string& name) {
     require(digest_of(some) == digest_of(std::vector<float>(all.begin(), all.begin() + Int(some.size()))), name);
+}
+
+// Require that every number was written: memory begins as nan.
+void require_numbers(const std::vector<float>& all, const std::string& name) {
+    require(std::none_of(all.begin(), all.end(), [](float x) { return std::isnan(x); }), name + ", some are nan");
 }
 
 template <class T, class V>
@@ -210,8 +216,9 @@ void functions() {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-constexpr Int ROWS[] = {1, 2, 3, 4, 5, 17, 33};  // 16 are a tile
+constexpr Int ROWS[] = {1, 2, 3, 5, 17};  // 16 are a tile
 constexpr Int MOST_ROWS = 33;
+constexpr char UNWRITTEN = -1;  // in every byte, it is nan for each kind of numbers
 
 // Rows of numbers; for packed weights of different magnitudes: ordinary ones, zeros, tiny and large numbers, and one
 // number that is far larger.
@@ -229,11 +236,12 @@ std::vector<float> activations(Dice& dice, Int length, bool packed) {
 template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
-    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size), room(kind.room_for(rows, matrix.length, true));
+    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size, UNWRITTEN);
+    std::vector<char> room(kind.room_for(rows, matrix.length, true), UNWRITTEN);
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
     for (Int r = 0; kind.arranges() && r < rows; r += TILE)
         kind.arrange(rounded.data() + r * size, size, matrix.length, room.data());
-    std::vector<float> to(rows * matrix.columns);
+    std::vector<float> to(rows * matrix.columns, NAN);
     const Team alone{0, 1, nullptr, room.data()};
     alone.share(matrix.columns, [&](Int first, Int end) {
         kind.multiply(matrix, rounded.data(), rows, first, end, to.data(), matrix.columns, room.data());
@@ -241,19 +249,17 @@ std::vector<float> product(const Product& kind, const Matrix& matrix, const std:
     return to;
 }
 
-// The products of all numbers of rows, of which the larger ones begin with the smaller ones, and the matrix's own rows.
+// The product of MOST_ROWS rows, which begins with those of fewer rows, and the matrix's own rows.
 template <class Product, class Print>
 void products(const std::string& name, const Product& kind, const Matrix& matrix, Print print) {
     Dice dice{5};
     const std::vector<float> x = activations(dice, matrix.length, matrix.bits), all = product(kind, matrix, x, MOST_ROWS);
-    for (const Int rows : ROWS) {
-        const std::string with_rows = name + ", " + std::to_string(rows) + " rows";
-        const std::vector<float> some = product(kind, matrix, x, rows);
-        require_start(some, all, with_rows);
-        print(with_rows, some);
-    }
-    std::vector<float> own(matrix.columns * matrix.length);
-    std::vector<char> room(kind.room_for(1, matrix.length, true));
+    for (const Int rows : ROWS)
+        require_start(product(kind, matrix, x, rows), all, name + ", " + std::to_string(rows) + " rows");
+    print(name, all);
+    require_numbers(all, name);
+    std::vector<float> own(matrix.columns * matrix.length, NAN);
+    std::vector<char> room(kind.room_for(1, matrix.length, true), UNWRITTEN);
     for (Int c = 0; c < matrix.columns; c++) kind.row_of(matrix, c, own.data() + c * matrix.length, room.data());
     exact(name + ", the matrix", own);
 }
@@ -437,7 +443,8 @@ struct TinyModel {
     std::vector<Layer> layers;
     Model model{};
 
-    TinyModel(Int activations, Int bits) : bits(bits) {
+    // If `mixed`, the embedding and the head stay plain.
+    TinyModel(Int activations, Int bits, bool mixed) : bits(bits) {
         for (Int l = 0; l < LAYERS; l++)
             layers.push_back({norm(DIM), norm(DIM), vector(DIM * 2), vector(KV), vector(KV), norm(HEAD_DIM),
                               norm(HEAD_DIM), matrix(HEADS * HEAD_DIM, DIM), matrix(KV, DIM), matrix(KV, DIM),
@@ -446,6 +453,7 @@ struct TinyModel {
         model.bfloat16 = std::is_same_v<T, bfloat>, model.activations = activations;
         model.dim = DIM, model.heads = HEADS, model.kv_heads = KV_HEADS, model.head_dim = HEAD_DIM;
         model.hidden = HIDDEN, model.layer_count = LAYERS, model.eps = 1e-5f;
+        if (mixed) model.mixed = 1, this->bits = 0;
         model.embedding = matrix(VOCAB, DIM), model.output = matrix(VOCAB, DIM), model.norm = norm(DIM);
         model.layers = layers.data();
     }
@@ -471,9 +479,10 @@ struct TinyModel {
 template <class T>
 struct Texts {
     using M = TinyModel<T>;
-    static constexpr Int ROWS = 3, POSITIONS = 160, POOL = ROWS * POSITIONS / PAGE + 1;
+    static constexpr Int ROWS = 3, POSITIONS = 128, PAGES_OF_ALL = ROWS * POSITIONS / PAGE, POOL = PAGES_OF_ALL + 1;
     const Kind kind;
-    std::vector<Int> starts{0, 0, 0}, lengths{70, 1, 131}, bases{0, 0, 0}, runs, tokens;
+    // The end of a chunk of keys; one token; a group of quantised positions more than a chunk.
+    std::vector<Int> starts{0, 0, 0}, lengths{64, 1, 97}, bases{0, 0, 0}, runs, tokens;
     std::vector<std::int32_t> table;
     std::vector<std::vector<T>> plain;
     std::vector<Group> groups;
@@ -490,7 +499,7 @@ struct Texts {
                 cos.push_back((1 - t * t) / size), sin.push_back((i % 2 ? 2 : -2) * t / size);
             }
         if (kind == GROUPED) how = {3, 5, 32, 32, 2, 1, before_rope, before_rope};
-        for (Int b = 0; b < ROWS * POSITIONS / PAGE; b++) table.push_back(std::int32_t((b * 7 + 3) % POOL));
+        for (Int b = 0; b < PAGES_OF_ALL; b++) table.push_back(std::int32_t((b * 7 + 3) % POOL));
         const Int shares = M::KV_HEADS * ROWS;
         for (Int i = 0; i <= shares; i++) runs.push_back(i * (i + 40));  // of different lengths
         for (Int l = 0; l < M::LAYERS; l++) {
@@ -499,6 +508,7 @@ struct Texts {
             cache.kept_keys = buffer(dice, runs.back() * M::HEAD_DIM);
             cache.kept_values = buffer(dice, runs.back() * M::HEAD_DIM);
             cache.runs = runs.data();
+            if (kind == QUEST) cache.lows = buffer(dice, PAGES_OF_ALL * M::KV), cache.highs = buffer(dice, PAGES_OF_ALL * M::KV);
             if (kind == PAGED) cache.table = table.data();
             if (kind == GROUPED) cache.key = group(how.key_bits), cache.value = group(how.value_bits);
             caches.push_back(cache);
@@ -522,15 +532,18 @@ struct Texts {
     std::vector<float> fed(const Model& model, Int threads) {
         Int width = 0;
         for (const Int length : lengths) width = std::max(width, length);
-        std::vector<float> logits(ROWS * width * M::VOCAB);
+        std::vector<float> logits(ROWS * width * M::VOCAB, NAN);
+        std::vector<Int> ids(ROWS * width);
+        for (Int r = 0; r < ROWS; r++)
+            for (Int i = 0; i < lengths[r]; i++) ids[r * width + i] = tokens[r * POSITIONS + starts[r] + i];
         Batch batch{};
-        batch.rows = ROWS, batch.width = width, batch.tokens = tokens.data();
+        batch.rows = ROWS, batch.width = width, batch.tokens = ids.data();
         batch.starts = starts.data(), batch.lengths = batch.kept = lengths.data();
         batch.cos = cos.data(), batch.sin = sin.data(), batch.kind = kind, batch.slots = slots();
-        batch.caches = kind == NONE ? nullptr : caches.data(), batch.groups = how;
+        batch.caches = kind == NONE ? nullptr : caches.data(), batch.groups = how, batch.pages = 3;
         batch.bases = kind == COMPRESSED ? bases.data() : nullptr;
         batch.logits = logits.data(), batch.threads = threads, batch.all = 0;
-        std::vector<char> workspace(forward_of<T, Product>(model, batch, -1) + 64);
+        std::vector<char> workspace(forward_of<T, Product>(model, batch, -1) + 64, UNWRITTEN);
         const auto at = reinterpret_cast<std::uintptr_t>(workspace.data());
         batch.workspace = workspace.data() + (64 - at % 64) % 64;
         forward_of<T, Product>(model, batch, Int(workspace.size()));
@@ -542,7 +555,6 @@ struct Texts {
     std::vector<float> prompt_and_steps(const Model& model, Int threads) {
         std::vector<float> all = fed<Product>(model, threads);
         for (const std::vector<Int>& next : {std::vector<Int>{3, 1, 2}, {1, 1, 1}}) {
-            if (kind == NONE) break;
             for (Int r = 0; r < ROWS; r++) starts[r] += lengths[r], lengths[r] = kind == COMPRESSED ? 1 : next[r];
             const std::vector<float> logits = fed<Product>(model, threads);
             all.insert(all.end(), logits.begin(), logits.end());
@@ -551,18 +563,30 @@ struct Texts {
     }
 };
 
+// The logits of the last step.
+std::vector<float> last_of(const std::vector<float>& all, Int count) { return {all.end() - count, all.end()}; }
+
+// Attention depends on the kind of cache and the dtype, but not on the kind of products: all caches, or one.
 template <class T, class Product>
-void forwards(Int activations, Int bits) {
-    const TinyModel<T> tiny(activations, bits);
+void forwards(Int activations, Int bits, bool mixed, bool all_caches) {
+    const TinyModel<T> tiny(activations, bits, mixed);
     std::string name = std::string("forward, ") + name_of(T{});
     if (bits) name += ", " + std::to_string(bits) + " bits, activations " + std::to_string(activations);
     auto run = [&](const std::string& cache, auto... kind) {
         const std::vector<float> logits = Texts<T>(kind...).template prompt_and_steps<Product>(tiny.model, 1);
-        sums(name + cache, logits);
+        sums(name + cache, logits), require_numbers(logits, name + cache);
         require_start(logits, Texts<T>(kind...).template prompt_and_steps<Product>(tiny.model, 2), name + cache + ", 2 threads");
+        return logits;
     };
-    run(", no cache", NONE), run(", static", STATIC), run(", groups", GROUPED), run(", groups before RoPE", GROUPED, true);
-    run(", paged", PAGED), run(", compressed", COMPRESSED);
+    Texts<T> whole(NONE);
+    whole.lengths = {68, 3, 100};
+    const std::vector<float> at_once = whole.template fed<Product>(tiny.model, 1);
+    sums(name + ", no cache", at_once);
+    require_start(last_of(run(", static", STATIC), Int(at_once.size())), at_once, name + ", without a cache");
+    if (!all_caches) return;
+    require_start(last_of(run(", paged", PAGED), Int(at_once.size())), at_once, name + ", in pages");
+    run(", groups", GROUPED), run(", groups before RoPE", GROUPED, true);
+    run(", selected pages", QUEST), run(", compressed", COMPRESSED);
 }
 
 #endif
@@ -603,13 +627,18 @@ void choices() {
 
 int main() {
     std::printf("build\t%d\t%s\n", LANES, instructions());
+#if !defined(FORWARDS_ALONE)
     conversions<bfloat>(), conversions<half>(), conversions<short_scale>(), whole_numbers(), functions();
     plain_products<float>(), plain_products<bfloat>(), products_in_parts();
     packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
     all_groups();
+#endif
 #if !defined(KERNELS_ALONE)
-    forwards<float, Plain<float>>(0, 0), forwards<bfloat, Plain<bfloat>>(0, 0);
-    forwards<float, Packed<8, float>>(8, 4), forwards<float, Packed<16, float>>(16, 8), forwards<bfloat, Packed<16, bfloat>>(16, 5);
+    forwards<bfloat, Plain<bfloat>>(0, 0, false, !TILES);
+#if !defined(EMULATE_TILES)
+    forwards<float, Plain<float>>(0, 0, false, true), forwards<bfloat, Packed<16, bfloat>>(16, 5, true, false);
+    forwards<float, Packed<8, float>>(8, 4, false, false), forwards<float, Packed<16, float>>(16, 8, false, false);
+#endif
 #endif
     choices();
 }
