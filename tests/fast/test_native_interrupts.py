@@ -24,7 +24,7 @@ def interrupt(kind: str, count: int) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("kind", "count"), cases([("paged", 4), *((kind, 60) for kind in KINDS)], ("paged", 4)))
+@pytest.mark.parametrize(("kind", "count"), cases([("paged", 4), *((kind, 25) for kind in KINDS)], ("paged", 4)))
 def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) -> None:
     interrupt(kind, count)
 

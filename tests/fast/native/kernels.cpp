@@ -479,7 +479,8 @@ struct TinyModel {
 template <class T>
 struct Texts {
     using M = TinyModel<T>;
-    static constexpr Int ROWS = 3, POSITIONS = 128, PAGES_OF_ALL = ROWS * POSITIONS / PAGE, POOL = PAGES_OF_ALL + 1;
+    static constexpr Int ROWS = 3, POSITIONS = 100, PAGES = (POSITIONS + PAGE - 1) / PAGE;
+    static constexpr Int PAGES_OF_ALL = ROWS * PAGES, POOL = PAGES_OF_ALL + 1;
     const Kind kind;
     // The end of a chunk of keys; one token; a group of quantised positions more than a chunk.
     std::vector<Int> starts{0, 0, 0}, lengths{64, 1, 97}, bases{0, 0, 0}, runs, tokens;
@@ -504,7 +505,8 @@ struct Texts {
         for (Int i = 0; i <= shares; i++) runs.push_back(i * (i + 40));  // of different lengths
         for (Int l = 0; l < M::LAYERS; l++) {
             LayerCache cache{};
-            cache.keys = buffer(dice, POOL * PAGE * M::KV), cache.values = buffer(dice, POOL * PAGE * M::KV);
+            const Int stored = (kind == PAGED ? POOL * PAGE : ROWS * POSITIONS) * M::KV;  // no more than the last text fills
+            cache.keys = buffer(dice, stored), cache.values = buffer(dice, stored);
             cache.kept_keys = buffer(dice, runs.back() * M::HEAD_DIM);
             cache.kept_values = buffer(dice, runs.back() * M::HEAD_DIM);
             cache.runs = runs.data();
@@ -513,7 +515,7 @@ struct Texts {
             if (kind == GROUPED) cache.key = group(how.key_bits), cache.value = group(how.value_bits);
             caches.push_back(cache);
         }
-        if (kind == COMPRESSED) bases = starts = {100, 7, 120}, lengths = {1, 1, 1};
+        if (kind == COMPRESSED) bases = starts = {70, 7, 97}, lengths = {1, 1, 1};
     }
 
     T* buffer(Dice& dice, Int count) {
@@ -525,7 +527,7 @@ struct Texts {
         groups.emplace_back(bits, places * how.tokens, M::HEAD_DIM, places * how.tokens);
         return groups.back().quantized();
     }
-    Int slots() const { return kind == GROUPED ? POSITIONS / how.tokens : kind == PAGED ? POSITIONS / PAGE : POSITIONS; }
+    Int slots() const { return kind == GROUPED ? POSITIONS / how.tokens : kind == PAGED ? PAGES : POSITIONS; }
 
     // The logits of all rows' tokens, of which each row feeds `lengths` from `starts` on.
     template <class Product>
