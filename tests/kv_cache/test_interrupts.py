@@ -55,7 +55,7 @@ def test_after_an_interrupt_a_session_goes_on(kind: str) -> None:
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> int:
     """Return how many interrupts a kind gets: 10,000 of all kinds with --long, half of them in sessions."""
-    return (10_000 if request.config.getoption("--long") else 1_000) // 2 // len(EVERY) + 1
+    return (10_000 if request.config.getoption("--long") else 400) // 2 // len(EVERY) + 1
 
 
 @pytest.mark.slow

@@ -200,15 +200,19 @@ def demo_and_text() -> tuple[Transformer, Tensor]:
 
 @functools.cache
 @torch.inference_mode()
+def logprobs_after(kind: str, length: int) -> torch.Tensor:
+    """Return the log-probabilities, (3, 4, vocab), of 4 tokens behind prompts of this length."""
+    model, tokens = demo_and_text()
+    stored = model.new_cache(kind)
+    model(tokens[:, :length], Rows.at([0] * 3, [length] * 3, prompt_ends=True), cache=stored, logits="last")
+    steps = [model(tokens[:, at : at + 1], at, cache=stored) for at in range(length, length + 4)]
+    return torch.cat(steps, dim=1).log_softmax(-1)
+
+
 def divergence(kind: str, length: int) -> float:
     """Return the mean KL divergence from `static`, in nats, of 4 tokens behind prompts of this length."""
-    model, tokens = demo_and_text()
-    made = []
-    for cache in (model.new_cache(kind), model.new_cache("static")):
-        model(tokens[:, :length], Rows.at([0] * 3, [length] * 3, prompt_ends=True), cache=cache, logits="last")
-        steps = [model(tokens[:, at : at + 1], at, cache=cache) for at in range(length, length + 4)]
-        made.append(torch.cat(steps, dim=1).log_softmax(-1))
-    return float((made[1].exp() * (made[1] - made[0])).sum(-1).mean())
+    found, static = logprobs_after(kind, length), logprobs_after("static", length)
+    return float((static.exp() * (static - found)).sum(-1).mean())
 
 
 @pytest.mark.slow
