@@ -13,7 +13,7 @@ from typing import Any, Unpack
 
 from llama.request import Options, listing_options
 from llama.sampling import whole_number
-from llama.streaming import Completion, RowText, TextCodec, encode_prompt
+from llama.streaming import Completion, RowText, TextCodec, encode_prompt, stop_strings
 from llama.texts import OF_A_BATCH, Texts
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,17 @@ class Writer:
         self,
         prompt: str | Sequence[int],
         max_gen_len: int = 64,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         **options: Unpack[Options],
     ) -> Written:
         """Add a prompt, a text or its ids; it also ends before any of the `stop` strings. Raises ValueError."""
+        stops = stop_strings(stop)
         ids = encode_prompt(self.tokenizer, prompt)
         number = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
         completion: Completion = {"generation": "", "ids": [], "finish_reason": None}
         if options.get("logprobs"):
             completion["logprobs"] = []
-        made = Written(number, len(ids), completion, RowText(self.tokenizer.stream(), stop))
+        made = Written(number, len(ids), completion, RowText(self.tokenizer.stream(), stops))
         self._written[number] = made
         return made
 
@@ -156,7 +157,7 @@ class Many:
             return _in_chunks(self, tokenizer, numbered, max_gen_len, stop, rows, options)
         kind = options.pop("kv_cache", None)
         writer = Writer(self, tokenizer, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
-        made = _completions(writer, numbered, max_gen_len, [stop] if isinstance(stop, str) else list(stop), options)
+        made = _completions(writer, numbered, max_gen_len, stop, options)
         return _in_order(made) if ordered else made
 
 
@@ -164,7 +165,7 @@ Numbered = Iterator[tuple[int, str | Sequence[int], int | None]]  # a prompt's n
 
 
 def _completions(
-    writer: Writer, prompts: Numbered, max_gen_len: int, stops: Sequence[str], options: Options
+    writer: Writer, prompts: Numbered, max_gen_len: int, stop: str | Sequence[str], options: Options
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each prompt's number and Completion as soon as it ends; take a prompt when none waits."""
     numbers: dict[int, int] = {}  # of prompts, by those of texts
@@ -173,7 +174,7 @@ def _completions(
             number, prompt, seed = item
             own: Options = {**options, "seed": seed}
             try:
-                numbers[writer.add(prompt, max_gen_len, stops, **own).number] = number
+                numbers[writer.add(prompt, max_gen_len, stop, **own).number] = number
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
         if writer.texts.idle:

@@ -45,6 +45,14 @@ class Completion(TypedDict):
     logprobs: NotRequired[list[float | None]]
 
 
+def stop_strings(stop: str | Sequence[str]) -> list[str]:
+    """Return the stop strings of a text. Raises ValueError for others than texts that are not empty."""
+    stops = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [stop]
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop={stop!r} must be texts that are not empty: an empty one would end every text at once")
+    return stops
+
+
 def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: bool = True) -> list[int]:
     """Return a prompt's ids, with BOS if the tokenizer adds it. An empty text gives BOS, if the tokenizer has one.
 
@@ -79,11 +87,7 @@ class Stream(Iterator[tuple[int, str]]):
         prompts: Sequence[str | Sequence[int]],
         stop: str | Sequence[str],
     ) -> None:
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(text, str) and text for text in stops):
-            raise ValueError(
-                f"stop={stop!r} must be texts that are not empty: an empty one would end every text at once"
-            )
+        stops = stop_strings(stop)
         self._batch, self._rows = batch, list(batch.rows)
         self._texts = [RowText(tokenizer.stream(), stops) for _ in prompts]
         echoed = prompts if batch.request.echo else ()

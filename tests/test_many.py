@@ -211,6 +211,8 @@ def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> 
                 (lambda: drain(many([[1], []], 9)), "prompt 1: .* no tokens"),
                 (lambda: drain(many([[1], [1] * 99], 9)), "prompt 1: .*max_seq_len=64"),
                 (lambda: drain(many([[1]], 9, echo=True)), "echo concerns a batch.*model.generate"),
+                (lambda: drain(many([[1]], 9, stop=["x", ""])), r"prompt 0: stop=\['x', ''\] must be texts"),
+                (lambda: drain(many([[1]], 9, stop=5)), "prompt 0: stop=5 must be texts"),
                 (lambda: many([[1]], seed=[1]), r"seed=\[1\] must be a whole number"),
                 (lambda: many([[1]], rows=0), "rows=0 must be a whole number of at least 1"),
                 (
