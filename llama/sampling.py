@@ -6,6 +6,7 @@ other rows.
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -276,6 +277,6 @@ def _draw(probs: Tensor, draws: Tensor) -> Tensor:
 
 def _check_between(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (low <= value <= high) or value == math.inf:
+    if not number or not (low <= value <= high) or value > sys.float_info.max:  # also a long whole number
         limit = f"between {low} and {high}" if high != math.inf else f"a finite number of at least {low}"
         raise ValueError(f"{name}={value!r} must be {limit}")

@@ -319,10 +319,10 @@ _NOT_NUMBERS = [math.nan, math.inf, -math.inf, True, "0.5", None, [0.5], 1j]
 
 
 BAD: dict[str, list[Any]] = {
-    "temperature": [-1, -1e-9, *_NOT_NUMBERS],
+    "temperature": [-1, -1e-9, 10**400, *_NOT_NUMBERS],
     "top_p": [-0.1, 1.0000001, 2, *_NOT_NUMBERS],
     "min_p": [-0.1, 1.1, *_NOT_NUMBERS],
-    "repetition_penalty": [0, -1.0, *_NOT_NUMBERS],
+    "repetition_penalty": [0, -1.0, 10**400, *_NOT_NUMBERS],
     "top_k": [0, -1, 1.5, True, "5", math.nan, math.inf],
 }
 
