@@ -3,6 +3,7 @@
 Uses the public functions of the library. Slow imports come after the flags are checked.
 """
 
+import math
 import os
 import re
 import sys
@@ -41,6 +42,8 @@ PROMPTS = (
         cheese =>""",
 )
 
+LINES = (".jsonl", ".ndjson")  # files with a prompt in each line
+MANY_LINES = 10  # of a file that may be meant as a prompt in each line
 PROMPT_LIMIT = 16_000_000  # bytes; the longest context, of 128 Ki tokens, has far fewer
 
 
@@ -49,6 +52,10 @@ def main(
     ckpt_dir: str = "demo",
     tokenizer_path: str | None = None,
     prompt_file: str | None = None,
+    out: str | None = None,
+    part: str | None = None,
+    rows: int | None = None,
+    cache_gb: float | None = None,
     max_gen_len: int | None = None,
     temperature: float = 0.6,
     top_p: float = 0.9,
@@ -81,15 +88,19 @@ def main(
         prompts: The texts to continue, as plain words or after --prompts; used exactly as typed.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokenizer_path: Meta's tokenizer.model, if it is not in ckpt_dir.
-        prompt_file: A file that is one more prompt, without its last line end; "-" is standard input. A file of JSON
-            lines is rejected.
+        prompt_file: A file that is one more prompt, without its last line end; "-" is standard input. A file named
+            .jsonl has a prompt in each line, {"prompt": TEXT} or a line of OpenAI's batches; see docs/files.md.
+        out: With a .jsonl file, the file of the answers, one a line. The same command resumes a killed run.
+        part: With a .jsonl file, answer its i-th of n parts, i/n; by default that of a task of Slurm's job array.
+        rows: With a .jsonl file, how many prompts run at a time, by default 16.
+        cache_gb: With a .jsonl file, the most memory of all caches, in units of 2^30 bytes; by default no limit.
         max_gen_len: The most tokens to add to each prompt, by default 64; in a conversation 512 for each answer.
         temperature: 0 takes the most likely token each time; higher values give more varied texts.
         top_p: Draw from the most likely tokens whose probabilities add up to this number.
         top_k: Draw from this many most likely tokens.
         min_p: Draw from tokens that are at least this fraction as likely as the most likely one.
         repetition_penalty: Values above 1 make tokens of the text less likely.
-        seed: Prompt i draws from the random stream seed + i.
+        seed: Prompt i, from 0, draws from the random stream seed + i.
         stop: End a text before this string; may be given several times. The shell passes a line end as $'\\n'.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
         kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, or by layer static@:2;int4. NAME is one of adakv,
@@ -116,7 +127,11 @@ def main(
     cores = FreeCores()  # measures the load while torch is imported
     conversation = chat and not prompts and prompt_file is None
     check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast is True)
-    texts = [] if conversation else read_prompts(prompts, prompt_file)
+    has_lines = prompt_file is not None and Path(prompt_file).suffix.lower() in LINES
+    others = {"a prompt": prompts, "--chat": chat, "--stream": stream, "--trace": trace, "--watch": watch}
+    of_lines = {"--out": out, "--part": part, "--rows": rows, "--cache_gb": cache_gb}
+    check_files(has_lines, of_lines, {**others, "--share_prefix": share_prefix, "--kv_caching=False": not kv_caching})
+    texts = [] if conversation or has_lines else read_prompts(prompts, prompt_file)
     note_escapes(stop)
     longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
@@ -127,10 +142,17 @@ def main(
     from llama.ranks import torchrun
 
     chosen = pick_device(device)
-    join_ranks(chosen, timeout, one_process="--watch" if watch else "--chat without prompts" if conversation else None)
+    alone = "--watch" if watch else "--chat without prompts" if conversation else "--out" if has_lines else None
+    join_ranks(chosen, timeout, one_process=alone)
     files: dict[str, Any] = {"path": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
     weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
+    if has_lines:
+        from llama.cli.lines import answer_file, plan
+
+        source, answers = plan(str(prompt_file), out, part)
+        flags = {**limits, "device": str(chosen), "cache_gb": cache_gb}
     one_cpu = chosen.type == "cpu" and torchrun.world_size() == 1
     by_default = fast is None and (chat or prompt_file is not None) and not (watch or exact) and one_cpu
     notes: list[str] = []
@@ -143,7 +165,8 @@ def main(
         console.note("; ".join([f"execution: {model.execution}", *notes]))
     model.kv_caching = kv_caching
     about = setting(model, kv_cache)
-    writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
+    if has_lines:
+        return answer_file(source, answers, model, tokenizer, writing, flags, rows=rows or 16)
     if conversation:
         from llama.cli.terminal import TerminalChat
 
@@ -165,6 +188,18 @@ show_steps = variant(
     "Write an HTML page that shows a text of a Llama model step by step, with and without the cache.",
     watch="page.html",
 )
+
+
+def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any]) -> None:
+    """Raise ValueError for flags that mean nothing with JSON lines, or without, and for numbers not above 0."""
+    given = [name for name, value in (others if has_lines else of_lines).items() if value not in (None, (), False)]
+    if given:
+        raise ValueError(
+            f"{given[0]} cannot be used with{'' if has_lines else 'out'} a file of JSON lines; leave it out"
+        )
+    for name in ("--rows", "--cache_gb"):
+        if of_lines[name] is not None and not 0 < of_lines[name] < math.inf:
+            raise ValueError(f"{name}={of_lines[name]} must be above 0, and finite")
 
 
 def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str | None, fast: bool) -> None:
@@ -254,18 +289,19 @@ def read_prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]
 
 
 def check_one_prompt(file: str, text: str) -> None:
-    """Raise ValueError for a file of JSON lines, which has a prompt in each line: by its name, or by two or more lines.
+    """Raise ValueError for a text of JSON lines, which has a prompt in each line; note that other lines are one prompt.
 
     Only the ends of the lines are examined: a line of another file's JSON may be of any size and depth.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     objects = len(lines) > 1 and all(re.match(r'\{\s*"', line) and line.endswith("}") for line in lines)
-    if objects or Path(file).suffix.lower() in (".jsonl", ".ndjson"):
-        name = "standard input" if file == "-" else file
+    name = "standard input" if file == "-" else file
+    if objects:
         raise ValueError(
-            f"{name} is a file of {len(lines)} JSON lines, and --prompt_file is one prompt; give each text as a "
-            "word of the command line, or pass a list of texts to model.generate in Python"
+            f"{name} is a file of {len(lines)} JSON lines, and would be one prompt; give it as a file named .jsonl"
         )
+    if len(lines) >= MANY_LINES:
+        console.note(f"{name} is one prompt of {len(lines)} lines; a .jsonl file has a prompt in each line")
 
 
 def note_escapes(stop: list[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from llama.untrusted.files import check_regular
 
@@ -75,6 +76,17 @@ def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
             file.write(part)
         file.flush()
         os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
+
+
+def lock_file(file: BinaryIO) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError if another process has it; Windows has no lock."""
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(error.errno, "another process writes it; wait for its end", file.name) from None
 
 
 def cache_dir() -> Path:
