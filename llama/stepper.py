@@ -67,7 +67,7 @@ class Execution:
     runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
     "int8", "int4", "stored" or "mapped"; None for floats. activations: 8 if the inputs of products are rounded to 8
     bits, else 16. exact: whether exact mode is on. plain: the kinds of calls that the runner leaves to the plain path,
-    which is faster at them.
+    which is faster at them. tiles: what the tiles of a CPU with AMX multiply, with other bits than elsewhere.
     """
 
     runner: str
@@ -75,10 +75,12 @@ class Execution:
     activations: int = 16
     exact: bool = False
     plain: tuple[CallKind, ...] = ()
+    tiles: str | None = None
 
     def __str__(self) -> str:
         parts = [self.runner]
         parts += [f"plain {kinds}" for kinds in _in_words(self.plain)]
+        parts += [self.tiles] if self.tiles is not None else []
         parts += [f"{self.weights} weights"] if self.weights is not None else []
         parts += [f"{self.activations}-bit activations"] if self.activations != 16 else []
         parts += ["exact"] if self.exact and self.runner != "exact" else []
@@ -126,6 +128,10 @@ class Runner(Protocol[Model]):
 
         None if rows cannot join a batch of its steppers.
         """
+        ...
+
+    def tiles(self, model: Model) -> str | None:
+        """Return what the tiles of a CPU with AMX multiply for the model, or None."""
         ...
 
     def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:

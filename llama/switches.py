@@ -174,7 +174,8 @@ class Switches(nn.Module):
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
         name = str(self.ops) if self.runner is None else self.runner.name
         plain = () if self.runner is None or self.exact else tuple(sorted(self.runner.plain))
-        return Execution(name, min(kinds, default=None), bits, self.exact, plain)
+        tiles = None if self.runner is None else self.runner.tiles(self)
+        return Execution(name, min(kinds, default=None), bits, self.exact, plain, tiles)
 
     def use(self, ops: Ops) -> None:
         """Set the operations of all modules."""

@@ -78,6 +78,9 @@ class GraphRunner:
         """
         return self._descriptions.of(model).description
 
+    def tiles(self, model: Transformer) -> None:
+        """Return None: a GPU has no tiles of a CPU."""
+
     # ---- prompts, and whole prefixes without a cache -----------------------------------------------------------------
 
     def __call__(

@@ -4,10 +4,9 @@ Also chooses tokens from its logits. Knows no modules, and not how memory is res
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_char_p, c_int64, c_void_p
+from ctypes import CDLL, addressof, byref, c_char_p, c_int64, c_void_p
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
 
 SOURCE = Path(__file__).with_name("native") / "forward.cpp"
+LONG_PROMPT = 32  # tokens of a row that tiles may compute, as in `native/call.h`
 
 
 class NativeForward:
@@ -42,22 +42,29 @@ class NativeForward:
         self.instructions: str = library.instructions().decode()
         self.code = f"{SOURCE.stem}-{Path(library._name).stem.rpartition('-')[2]}"
         self._folder = folder
-        self._forwards: dict[tuple[int, int], Any] = {}
+        self._forwards: dict[tuple[int, int], CDLL] = {}
 
-    def load(self, model: NativeModel) -> Any:
-        """Return the forward of models of this kind; compile it if necessary. Raises NoNativeCode."""
+    def load(self, model: NativeModel) -> CDLL:
+        """Return the library of models of this kind; compile it if necessary. Raises NoNativeCode."""
         kind = model.bfloat16, model.activations
         if kind not in self._forwards:
             number = "bfloat" if model.bfloat16 else "float"
             product = f"Packed<{model.activations}, {number}>" if model.activations else f"Plain<{number}>"
-            forward = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}")).forward
-            forward.restype, forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
-            self._forwards[kind] = forward
+            library = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}"))
+            library.forward.restype, library.forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
+            library.multiplied_by_tiles.restype = c_char_p
+            library.multiplied_by_tiles.argtypes = (c_void_p,)
+            self._forwards[kind] = library
         return self._forwards[kind]
+
+    def tiles(self, model: NativeModel) -> str | None:
+        """Return what tiles of a CPU with AMX multiply for a model, or None."""
+        found = self.load(model).multiplied_by_tiles(byref(model))
+        return None if found is None else found.decode()
 
     def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
         """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
-        size: int = self.load(model)(byref(model), byref(batch), room)
+        size: int = self.load(model).forward(byref(model), byref(batch), room)
         return size
 
     def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
@@ -78,6 +85,7 @@ class NativeCall:
     or the cache.
 
     whole: the call computes the logits of all tokens.
+    invariant: a token's bits do not depend on how many tokens of its row are fed, so a prompt has those of its steps.
     cache: the memory reserved for the call; None: it uses no cache.
     logits: (rows, width or 1, vocab), of the last run, until the next.
     can_repeat: every id that the head can choose has an embedding.
@@ -93,6 +101,7 @@ class NativeCall:
         cache: CacheRoom | None,
         *,
         whole: bool,
+        invariant: bool,
     ) -> None:
         self.described, self.cache = described, cache
         self._model = described.description
@@ -121,6 +130,7 @@ class NativeCall:
             bases=None if cache is None or cache.bases is None else cache.bases.data_ptr(),
             pages=0 if cache is None else cache.pages,
             kept=addressof(kept),
+            invariant=invariant,
             logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),
         )

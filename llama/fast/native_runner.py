@@ -42,6 +42,8 @@ class NativeRunner:
     plain: the kinds of calls that the plain path runs, see `native_trial`.
     exact: if set, native code runs these too, and a forward that it cannot run raises ValueError: the plain path gives
     other bits.
+    invariant: if set, as in exact mode, a token's bits do not depend on how many tokens of its row are fed: a prompt
+    has those of its steps. Otherwise tiles of a CPU with AMX may compute prompts of packed weights.
     watch: called before each step of a stepper with the number of rows, and 1.
     """
 
@@ -52,6 +54,7 @@ class NativeRunner:
         self.instructions, self.code = self._native.instructions, self._native.code
         self.forwards, self._counting = 0, Lock()
         self.exact: bool | None = False
+        self.invariant = False
         self.plain: frozenset[CallKind] = frozenset()
         self.watch: Callable[[int, int], None] | None = None
         self._warn = WarnOnce(logger)
@@ -59,7 +62,7 @@ class NativeRunner:
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
     def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Any, ...]]:
-        return _copied, (self._folder, self.exact, self.plain)  # a copied model has other weights
+        return _copied, (self._folder, self.exact, self.invariant, self.plain)  # a copied model has other weights
 
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
@@ -98,6 +101,16 @@ class NativeRunner:
     def describe(self, model: Transformer) -> NativeModel:
         """Return the model as native code reads it now. Raises Unsupported."""
         return self._descriptions.of(model).description
+
+    def tiles(self, model: Transformer) -> str | None:
+        """Return what tiles of a CPU with AMX multiply for the model, or None. They have other bits than vectors."""
+        if "AMX" not in self.instructions:
+            return None
+        try:
+            native = self.describe(model)
+        except Unsupported:
+            return None
+        return None if native.activations and (self.invariant or self.exact) else self._native.tiles(native)
 
     def cache_of(self, cache: Cache) -> NativeCache:
         """Return the cache as native code reads it."""
@@ -139,7 +152,8 @@ class NativeRunner:
             self._check_leaving(why)
             self._warn(why)
             return None
-        return NativeCall(described, ids, rows, cos_sin, room, whole=whole)
+        invariant = self.invariant or bool(self.exact)
+        return NativeCall(described, ids, rows, cos_sin, room, whole=whole, invariant=invariant)
 
     def _described(self, model: Transformer, cache: Cache | None) -> Described[NativeModel]:
         """Return the description of a model. Raises Unsupported if native code would not compute it with this cache."""
@@ -272,7 +286,7 @@ def _describe(native: NativeForward, model: Transformer) -> NativeModel:
     return described
 
 
-def _copied(folder: Path, exact: bool | None, plain: frozenset[CallKind]) -> NativeRunner | None:
+def _copied(folder: Path, exact: bool | None, invariant: bool, plain: frozenset[CallKind]) -> NativeRunner | None:
     """Return a runner for a copied model; None, which is logged, without native code unless the model is exact."""
     try:
         runner = NativeRunner(folder)
@@ -281,7 +295,7 @@ def _copied(folder: Path, exact: bool | None, plain: frozenset[CallKind]) -> Nat
             raise
         logger.warning("fast: %s; the plain path runs instead", why)
         return None
-    runner.exact, runner.plain = exact, plain
+    runner.exact, runner.invariant, runner.plain = exact, invariant, plain
     return runner
 
 

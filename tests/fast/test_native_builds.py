@@ -13,17 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from native import (
-    check_bits,
+    FOLDER,
+    VOCAB,
     compiled_with,
     cpu_flags,
     model_of,
     needs_a_compiler,
 )
+from test_native import MIXTURES
+from tiny import some_tokens
 
 from llama.fast import native_call
 from llama.fast.choose import make_fast
+from llama.fast.native_check import check_library
 from llama.host.files import cache_dir
+from llama.quant.layers import PackedLinear
 
 pytestmark = needs_a_compiler
 
@@ -106,10 +112,41 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
 
 
 @pytest.mark.usefixtures("every_build")
-def test_plain_matrices_beside_packed_ones_have_the_same_bits_by_tiles_however_a_text_is_fed() -> None:
-    """`test_native_kernels` has tiles in a model of plain matrices."""
+@pytest.mark.parametrize(
+    ("kind", "activations", "tiles"),
+    [
+        ("bf16", 16, "products by AMX tiles"),
+        ("int8 in bf16", 16, "prompts by AMX tiles (bf16)"),
+        ("int4", 16, "prompts by AMX tiles (int8 planes)"),
+        ("int4", 8, "prompts by AMX tiles (bf16)"),
+    ],
+)
+def test_a_cpu_with_tiles_has_the_bits_of_steps_in_exact_mode_and_names_what_tiles_multiply(
+    kind: str, activations: int, tiles: str
+) -> None:
+    """`make_fast` compares the prompts of tiles, and `test_native_kernels` their products."""
     with compiled_with("-DEMULATE_TILES", "-O1"):
-        check_bits("int8 in bf16")
+        model = model_of(kind)
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.activations = activations
+        make_fast(model, FOLDER)
+        assert model.execution.tiles == tiles
+        by_tiles = model(tokens := some_tokens(2, 40, vocab_size=VOCAB))
+        model.exact = True
+        assert model.execution.tiles == (None if "int" in kind else tiles)
+        assert torch.equal(model(tokens), by_tiles) == ("int" not in kind)
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize(
+    ("mixture", "activations"),
+    [("all", 16), ("all", 8), ("all in bf16", 16), ("Q4_K and floats", 16), ("Q8_0 and floats in bf16", 16)],
+)
+def test_tiles_multiply_the_prompts_of_every_format(mixture: str, activations: int) -> None:
+    formats, dtype = MIXTURES[mixture]
+    with compiled_with("-DEMULATE_TILES", "-O1"):
+        check_library.__wrapped__(FOLDER, dtype, formats=frozenset(formats), activations=activations)
 
 
 @pytest.mark.usefixtures("every_build")

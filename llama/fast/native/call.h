@@ -45,6 +45,8 @@ struct Model {
     Matrix embedding, output;
     const void* norm;
     const Layer* layers;
+
+    Int longest() const { return std::max({dim, hidden, heads * head_dim}); }  // of the columns of all matrices
 };
 
 struct Batch {
@@ -59,6 +61,7 @@ struct Batch {
     const Int* bases;  // (rows,) of COMPRESSED: the position of the first slot; else null
     Int pages;         // of QUEST: how many each kv head reads
     const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
+    Int invariant;    // 1: a token's bits do not depend on how many tokens of its row are fed; see `Call::tiled`
     float* logits;
     const Choice* choice;  // how to choose from these logits, or null
     Int threads;
@@ -78,7 +81,8 @@ struct Carver {  // allocates from the workspace, or only counts
 
 // Sizes of what is processed at a time, to fit into the inner CPU caches:
 constexpr Int PAGE = 16;           // positions in a block of a paged cache, and in a page of QUEST
-constexpr Int SHARED_TOKENS = 64;  // of a block that all threads compute, each with its own rounded copy
+constexpr Int SHARED_TOKENS = 64;  // of blocks that all threads compute, each with its own rounded copy
+constexpr Int LONG_PROMPT = 32;    // tokens of a row
 
 // The sizes of a call, and the row and the position of each of its tokens.
 struct Call {
@@ -87,19 +91,23 @@ struct Call {
     const Groups& groups;  // of a cache that is GROUPED
     Int threads, tokens = 0;
     Int queries, kv, rep;  // the numbers of a token's queries, and of its keys; query heads per kv head
-    bool one_block;   // one block of tokens, whose matrix columns the threads divide; otherwise a block per thread
+    bool one_block;   // all threads compute a block, and divide the columns of matrices; otherwise each has its own blocks
     bool split_keys;  // few tokens: the threads divide the keys; otherwise they divide the rows
     bool selects_pages;  // some row of one token reads not all pages
     Int longest = 0;     // positions of a text, with the tokens of this call
     Int most_pages;      // of the longest text that is fed one token, if rows select pages
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
+    Int least_tiled, tiled_tokens = 0;  // the tokens of tiled rows are the first ones
 
-    Call(const Model& m, const Batch& b, Carver& carver) : model(m), batch(b), groups(b.groups) {
+    // `tiles`: whether tiles multiply long prompts, with other bits.
+    Call(const Model& m, const Batch& b, Carver& carver, bool tiles) : model(m), batch(b), groups(b.groups) {
         threads = std::max<Int>(1, batch.threads);
+        least_tiled = tiles && !batch.invariant ? LONG_PROMPT : INT64_MAX;
         Int longest_step = 0;
         for (Int r = 0; r < batch.rows; r++) {
             tokens += batch.lengths[r];
+            if (tiled(r)) tiled_tokens += batch.lengths[r];
             longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
             if (batch.lengths[r] == 1) longest_step = std::max(longest_step, batch.starts[r] + 1);
         }
@@ -110,17 +118,20 @@ struct Call {
         selects_pages = batch.kind == QUEST && longest_step > batch.pages * PAGE;
         most_pages = selects_pages ? (longest_step + PAGE - 1) / PAGE : 0;
         row = carver.take<std::int32_t>(tokens), position = carver.take<std::int32_t>(tokens);
-        begin = carver.take<Int>(batch.rows + 1);
+        begin = carver.take<Int>(batch.rows);
     }
 
     void write_positions() const {
-        Int t = 0;
+        Int next[2] = {tiled_tokens, 0};
         for (Int r = 0; r < batch.rows; r++) {
+            Int& t = next[tiled(r)];
             begin[r] = t;
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
-        begin[batch.rows] = t;
     }
+
+    // Whether the row's tokens are multiplied by tiles. It depends on this row alone, and padding does not count.
+    bool tiled(Int r) const { return batch.kept[r] >= least_tiled; }
 
     bool grouped() const { return batch.kind == GROUPED; }
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }

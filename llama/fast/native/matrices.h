@@ -1,5 +1,5 @@
-// Matrices, and the conversion of a .gguf file's blocks into packed.py's layout, a few panels at a time, when a product
-// needs them. quant/gguf_types.py defines every type of block.
+// Matrices, how packed ones are read, and the conversion of a .gguf file's blocks into packed.py's layout, a few panels at
+// a time, when a product needs them. quant/gguf_types.py defines every type of block.
 // Source: the structs of https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 
 #pragma once
@@ -16,6 +16,71 @@ struct Matrix {
     Int columns, length;
     Int bits, offset, block;
 };
+
+// The codes of four neighbouring weights of LANES columns, a byte each, from HALF * h + 4 * w on in a GROUP. Up to 6
+// bits, a group has four words of the lower 4 bits of codes, and then their upper bits.
+template <int BITS>
+INLINE words four_codes(const char* group, int h, int w) {
+    constexpr Int WORD = PANEL * 4;
+    if constexpr (BITS == 8) return load<words>(group + (4 * h + w) * WORD);
+    const words low = load<words>(group + w * WORD) >> 4 * h & 0x0f0f0f0fu;
+    if constexpr (BITS == 4) return low;
+    const words high = load<words>(group + (4 + (BITS == 6 ? h : 0)) * WORD);
+    const int at = BITS == 5 ? 4 * h + w : 2 * w;
+    return low | ((at < 4 ? high << (4 - at) : high >> (at - 4)) & (BITS == 5 ? 0x10101010u : 0x30303030u));
+}
+
+constexpr int spans(int bits) { return bits == 6 ? 2 : 1; }  // scales of a column in a GROUP
+
+// Scales or zeros of LANES columns, one span after the other: float16, or integers times a float16 of every UNIT.
+struct Shares {
+    const void* each;
+    const half* units;
+
+    INLINE floats plain_at(Int span) const { return widen((const half*)each + span * PANEL); }
+    INLINE floats nested_at(Int span, Int group) const {
+        return widen((const std::int8_t*)each + span * PANEL) * widen(units + group / (UNIT / GROUP) * PANEL);
+    }
+    INLINE floats at(Int span, Int group) const { return units ? nested_at(span, group) : plain_at(span); }
+};
+
+// The addresses of LANES columns of a packed matrix.
+struct Place {
+    const char* codes;
+    Shares scales, zeros;
+
+    Place() = default;
+    Place(const Matrix& matrix, Int panel, Int lane, int bits) {
+        const Int panels = panel * PANEL, share = panels * (matrix.length / GROUP) * spans(bits) + lane;
+        const Int unit = panels * (matrix.length / UNIT) + lane;
+        codes = (const char*)matrix.weight + (panels * (matrix.length / GROUP) * bits + lane) * 4;
+        auto shares = [&](const void* all, const void* units) {
+            if (!units) return Shares{(const half*)all + share, nullptr};
+            return Shares{(const std::int8_t*)all + share, (const half*)units + unit};
+        };
+        scales = shares(matrix.scales, matrix.scale_units), zeros = shares(matrix.zeros, matrix.zero_units);
+    }
+};
+
+// The scales, or zeros, of neighbouring places.
+template <Shares Place::*SIDE, int COUNT>
+INLINE void all_at(const Place (&places)[COUNT], Int span, Int group, floats* to) {
+    if ((places[0].*SIDE).units)
+        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).nested_at(span, group);
+    else
+        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).plain_at(span);
+}
+
+// Call act with the bits of the codes as a compile-time constant.
+template <class Act>
+void with_bits(const Matrix& matrix, Act act) {
+    switch (matrix.bits) {
+        case 4: return act(std::integral_constant<int, 4>());
+        case 5: return act(std::integral_constant<int, 5>());
+        case 6: return act(std::integral_constant<int, 6>());
+        default: return act(std::integral_constant<int, 8>());
+    }
+}
 
 using byte = std::uint8_t;
 
@@ -160,10 +225,11 @@ void with_block(Int number, Act act) {
 // At least the bytes of so many panels in any format.
 constexpr Int room_of(Int panels, Int length) { return panels * PANEL * length * 3 / 2 + 5 * 64; }
 
-// Return `panels` panels of a mapped matrix, from column `first` on, as a matrix in `room`.
-inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) {
+// Return `panels` panels of a mapped matrix, from column `first` on, as a matrix in `room`. With `end`, it has the numbers
+// `begin` to `end` of each column, whole super-blocks.
+inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room, Int begin = 0, Int end = 0) {
     Matrix to = matrix;
-    to.columns = matrix.columns - first, to.block = 0;
+    to.columns = matrix.columns - first, to.block = 0, to.length = (end ? end : matrix.length) - begin;
     auto take = [&](Int bytes) {
         char* taken = room;
         room += (bytes + 63) / 64 * 64;
@@ -172,7 +238,8 @@ inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) 
     with_block(matrix.block, [&](auto kind) {
         using Kind = decltype(kind);
         constexpr int BITS = Kind::BITS, SPAN = BITS == 6 ? HALF : GROUP, SHARE = Kind::LENGTH == UNIT ? 1 : 2;
-        const Int length = matrix.length, blocks = length / Kind::LENGTH;
+        const Int length = to.length, blocks = length / Kind::LENGTH;
+        const Int column_bytes = matrix.length / Kind::LENGTH * Kind::BYTES;
         const Int groups = length / GROUP, spans = length / SPAN, units = length / UNIT;
         byte* codes = (byte*)take(panels * groups * BITS * PANEL * 4);
         char *scales = take(panels * spans * PANEL * SHARE), *zeros = take(panels * spans * PANEL * SHARE);
@@ -183,7 +250,7 @@ inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) 
             Four<BITS> four;
             for (int i = 0; i < 4; i++) {
                 const Int column = std::min(first + lane + i, matrix.columns - 1);  // the last column pads its panel
-                four.block[i] = (const byte*)matrix.weight + column * blocks * Kind::BYTES;
+                four.block[i] = (const byte*)matrix.weight + column * column_bytes + begin / Kind::LENGTH * Kind::BYTES;
             }
             for (Int b = 0; b < blocks; b++) {
                 four.codes = codes + ((p * blocks + b) * (Kind::LENGTH / GROUP) * BITS * PANEL + place) * 4;
@@ -191,7 +258,7 @@ inline Matrix unpacked(const Matrix& matrix, Int first, Int panels, char* room) 
                 four.scales = scales + share, four.zeros = zeros + share;
                 const Int unit = (p * units + b) * PANEL + place;
                 four.scale_units = scale_units + unit, four.zero_units = zero_units + unit;
-                for (int i = 0; i < 4; i++) __builtin_prefetch(four.block[i] + 4 * blocks * Kind::BYTES);
+                for (int i = 0; i < 4; i++) __builtin_prefetch(four.block[i] + 4 * column_bytes);
                 Kind::unpack(four);
                 for (int i = 0; i < 4; i++) four.block[i] += Kind::BYTES;
             }

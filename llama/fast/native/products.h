@@ -1,23 +1,45 @@
 // Products: rows of activations, rounded for the kind of weights, times the columns of a matrix.
 //
-// Two kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum has the
-// same order for any number of rows and columns.
+// Kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum has the same
+// order for any number of rows and columns. `Tiles` is the kind that multiplies long prompts, see `Call::tiled`.
 
 #pragma once
 
-#include "tile_products.h"
+#include "plane_products.h"
 
 namespace {
+
+// Write silu(w1 x) * w3 x of columns `first` to `end` to `gate`; `up`: memory for w3 x.
+template <class Kind>
+void multiply_gated(const Kind& kind, const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first, Int end,
+                    float* gate, float* up, char* room) {
+    const Int stride = w1.columns;
+    kind.multiply(w1, x, rows, first, end, gate, stride, room);
+    kind.multiply(w3, x, rows, first, end, up, stride, room);
+    for (Int r = 0; r < rows; r++)
+        for (Int i = r * stride + first; i < r * stride + end; i += LANES)
+            store(gate + i, gated(widen(gate + i), widen(up + i)));
+}
+
+// Products whose sums are written to memory of their own first.
+struct NotDirect {
+    static bool direct() { return false; }
+    static void multiply_direct(const Matrix&, const char*, Int, Int, Int, float*, Int, char*) {}
+    static void gate_direct(const Matrix&, const Matrix&, const char*, Int, Int, Int, char*, char*) {}
+};
 
 // Weights of float32 or bfloat16, and activations rounded to the same.
 template <class T>
 struct Plain {
-    bool mixed;  // as in Packed; unused here
+    bool packed;  // some matrices are packed: tiles multiply them as bfloat16
+
+    using Tiles = Plain;
+    Tiles tiles() const { return *this; }
+    static bool long_by_tiles(Int) { return false; }
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    static Int room_for(Int rows, Int length, bool) {
-        if (!arranges()) return 0;
-        return std::max(TILE * bytes(length), Factors::partial_sums(rows, length) * Int(sizeof(float)));
+    Int room_for(Int rows, Int length, bool mapped) const {
+        return arranges() ? std::max(TILE * bytes(length), room_of_tiles(rows, length, packed, mapped)) : 0;
     }
 
     static void round(const float* x, Int length, char* to) {
@@ -28,8 +50,8 @@ struct Plain {
     static constexpr bool MAY_ARRANGE = TILES && std::is_same_v<T, bfloat>;
     static bool arranges() { return MAY_ARRANGE && tiles_allowed(); }
     static void arrange(char* rows, Int size, Int length, char* room) {
-        std::memcpy(room, rows, TILE * size);
-        Factors(rows, size, length).arrange(room, size, length);
+        for (int i = 0; i < TILE; i++) std::memcpy(room + i * bytes(length), rows + i * size, bytes(length));
+        Factors(rows, size, length).arrange(room, bytes(length), length);
     }
 
     // Whether tiles write sums where they are needed: `multiply_direct` adds them to `to`, and `gate_direct` writes the
@@ -72,6 +94,53 @@ struct Plain {
     }
 };
 
+// Packed weights in planes, and plain ones of float32 if `mixed`, for which a rounded row ends with the same row.
+struct Planes : NotDirect {
+    bool mixed;
+
+    explicit Planes(bool mixed) : mixed(mixed) {}
+
+    Int bytes(Int length) const { return PlaneRow::bytes(length) + (mixed ? (length * 4 + 63) / 64 * 64 : 0); }
+    static Int room_for(Int rows, Int length, bool mapped) { return room_of_planes(rows, length, mapped); }
+    void round(const float* x, Int length, char* to) const {
+        PlaneRow(to, length).round(x, length);
+        if (mixed) Plain<float>::round(x, length, to + PlaneRow::bytes(length));
+    }
+    static bool arranges() { return false; }
+    static void arrange(char*, Int, Int, char*) {}
+
+    void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
+                  char* room) const {
+        const Int length = matrix.length, size = bytes(length);
+        if (!matrix.bits)
+            return Plain<float>::multiply(matrix, x + PlaneRow::bytes(length), size, rows, first, end, to, stride, room);
+        auto panels_at = [&](Int p) {
+            const Int c = first + 2 * p * PANEL;
+            return Panels{{&matrix, &matrix}, {c, c + PANEL}};
+        };
+        auto write = [&](Int p, Int r, int lane, floats x, floats y) {
+            const Int c = first + 2 * p * PANEL + lane;
+            auto some = [&](Int c, floats x) {
+                std::memcpy(to + r * stride + c, &x, std::clamp<Int>(end - c, 0, LANES) * sizeof(float));
+            };
+            some(c, x), some(c + PANEL, y);
+        };
+        const Int count = (end - first + 2 * PANEL - 1) / (2 * PANEL);
+        multiply_planes(count, panels_at, x, size, rows, length, room, write);
+    }
+};
+
+// Both products together.
+inline void multiply_gated(const Planes& kind, const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first,
+                           Int end, float* gate, float* up, char* room) {
+    if (!w1.bits || !w3.bits) return multiply_gated<Planes>(kind, w1, w3, x, rows, first, end, gate, up, room);
+    auto panels_at = [&](Int p) { return Panels{{&w1, &w3}, {first + p * PANEL, first + p * PANEL}}; };
+    auto write = [&](Int p, Int r, int lane, floats x, floats y) {
+        store(gate + r * w1.columns + first + p * PANEL + lane, gated(x, y));
+    };
+    multiply_planes((end - first) / PANEL, panels_at, x, kind.bytes(w1.length), rows, w1.length, room, write);
+}
+
 // A row of activations rounded for packed weights: integers of 16 bits with one scale for the row, or of 8 bits with a
 // scale for every GROUP.
 template <int ACTIVATIONS>
@@ -93,65 +162,26 @@ struct RoundedRow {
     }
 };
 
-// The codes of four neighbouring weights of LANES columns, a byte each, from HALF * h + 4 * w on in a GROUP. Up to 6
-// bits, a group has four words of the lower 4 bits of codes, and then their upper bits.
-template <int BITS>
-INLINE words four_codes(const char* group, int h, int w) {
-    constexpr Int WORD = PANEL * 4;
-    if constexpr (BITS == 8) return load<words>(group + (4 * h + w) * WORD);
-    const words low = load<words>(group + w * WORD) >> 4 * h & 0x0f0f0f0fu;
-    if constexpr (BITS == 4) return low;
-    const words high = load<words>(group + (4 + (BITS == 6 ? h : 0)) * WORD);
-    const int at = BITS == 5 ? 4 * h + w : 2 * w;
-    return low | ((at < 4 ? high << (4 - at) : high >> (at - 4)) & (BITS == 5 ? 0x10101010u : 0x30303030u));
-}
-
-constexpr int spans(int bits) { return bits == 6 ? 2 : 1; }  // scales of a column in a GROUP
-
-// Scales or zeros of LANES columns, one span after the other: float16, or integers times a float16 of every UNIT.
-struct Shares {
-    const void* each;
-    const half* units;
-
-    INLINE floats plain_at(Int span) const { return widen((const half*)each + span * PANEL); }
-    INLINE floats nested_at(Int span, Int group) const {
-        return widen((const std::int8_t*)each + span * PANEL) * widen(units + group / (UNIT / GROUP) * PANEL);
-    }
-    INLINE floats at(Int span, Int group) const { return units ? nested_at(span, group) : plain_at(span); }
-};
-
-// The addresses of LANES columns of a packed matrix.
-struct Place {
-    const char* codes;
-    Shares scales, zeros;
-
-    Place() = default;
-    Place(const Matrix& matrix, Int panel, Int lane, int bits) {
-        const Int panels = panel * PANEL, share = panels * (matrix.length / GROUP) * spans(bits) + lane;
-        const Int unit = panels * (matrix.length / UNIT) + lane;
-        codes = (const char*)matrix.weight + (panels * (matrix.length / GROUP) * bits + lane) * 4;
-        auto shares = [&](const void* all, const void* units) {
-            if (!units) return Shares{(const half*)all + share, nullptr};
-            return Shares{(const std::int8_t*)all + share, (const half*)units + unit};
-        };
-        scales = shares(matrix.scales, matrix.scale_units), zeros = shares(matrix.zeros, matrix.zero_units);
-    }
-};
-
-// The scales, or zeros, of neighbouring places.
-template <Shares Place::*SIDE, int COUNT>
-INLINE void all_at(const Place (&places)[COUNT], Int span, Int group, floats* to) {
-    if ((places[0].*SIDE).units)
-        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).nested_at(span, group);
-    else
-        UNROLL for (int v = 0; v < COUNT; v++) to[v] = (places[v].*SIDE).plain_at(span);
-}
-
 // Packed weights: GROUP weights of PANEL columns are contiguous, in words of one column each, in turn.
 template <int ACTIVATIONS, class T>
-struct Packed {
+struct Packed : NotDirect {
     using Row = RoundedRow<ACTIVATIONS>;
     bool mixed;  // some matrices are plain, of T: then a rounded row ends with the same row for these
+
+    explicit Packed(bool mixed) : mixed(mixed) {}
+
+    // Tiles multiply the rows of long prompts in planes, or with weights and activations of bfloat16.
+    static constexpr bool IN_PLANES = ACTIVATIONS == 16 && std::is_same_v<T, float>;
+    using OfTiles = std::conditional_t<IN_PLANES, Planes, Plain<bfloat>>;
+    using Tiles = std::conditional_t<TILES, OfTiles, Packed>;
+    Tiles tiles() const {
+        if constexpr (TILES) return Tiles{!IN_PLANES || mixed};
+        else return *this;
+    }
+    bool long_by_tiles(Int longest) const {
+        const bool reads_all = IN_PLANES ? longest <= LONGEST_SUM : std::is_same_v<T, bfloat> || !mixed;
+        return TILES && reads_all && tiles_allowed();
+    }
 
     Int bytes(Int length) const { return Row::bytes(length) + (mixed ? (length * Int(sizeof(T)) + 63) / 64 * 64 : 0); }
 
@@ -186,20 +216,6 @@ struct Packed {
         if (ACTIVATIONS == 16) row.factors[0] = scale;
     }
 
-    // The largest magnitude, or nan if a number is not finite, which integers cannot represent.
-    static float largest_of(const float* x, Int count) {
-        floats most = {}, lost = {};
-        for (Int i = 0; i < count; i += LANES) {
-            const floats number = widen(x + i);
-            most = larger(number < 0 ? -number : number, most);
-            lost += number * 0.0f;
-        }
-        return ::largest_of(most) + sum_of(lost);
-    }
-
-    static bool direct() { return false; }
-    static void multiply_direct(const Matrix&, const char*, Int, Int, Int, float*, Int, char*) {}
-    static void gate_direct(const Matrix&, const Matrix&, const char*, Int, Int, Int, char*, char*) {}
 
     // Whether the rows for plain matrices are arranged for tiles, and how.
     bool arranges() const { return mixed && Plain<T>::arranges(); }
@@ -355,7 +371,7 @@ struct Packed {
     // The bytes of `room` that a thread needs for matrices of this length.
     Int room_for(Int rows, Int length, bool mapped) const {
         const Int packed = separated_bytes(length) + (mapped ? room_of(MOST, length) : 0);
-        return std::max(packed, mixed ? Plain<T>::room_for(rows, length, mapped) : 0);
+        return std::max(packed, mixed ? Plain<T>{false}.room_for(rows, length, mapped) : 0);
     }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
@@ -386,17 +402,6 @@ struct Packed {
                 const words four = four_codes<BITS>(at.codes + g * PANEL * BITS * 4, i / HALF, i % HALF / 4);
                 to[g * GROUP + i] = scale * (four[lane] >> i % 4 * 8 & 255) + zero;
             }
-    }
-
-    // Call act with the bits of the codes as a compile-time constant.
-    template <class Act>
-    static void with_bits(const Matrix& matrix, Act act) {
-        switch (matrix.bits) {
-            case 4: return act(std::integral_constant<int, 4>());
-            case 5: return act(std::integral_constant<int, 5>());
-            case 6: return act(std::integral_constant<int, 6>());
-            default: return act(std::integral_constant<int, 8>());
-        }
     }
 };
 

@@ -1,7 +1,8 @@
 // Tiles of a CPU with AMX: products of 16 rows with 16 columns in one instruction.
 //
 // With -DEMULATE_TILES the same functions run an exact model of the instructions, so every CPU can test the code above
-// them. Source: the operation TDPBF16PS in Intel's Software Developer's Manual, volume 2.
+// them. Source: the operations TDPBF16PS and TDPBSSD in Intel's Software Developer's
+// Manual, volume 2.
 
 #pragma once
 
@@ -96,6 +97,7 @@ inline void release_tiles() { _tile_release(); }
     _tile_stream_loadd(t, from, stride)
 #define TILE_WRITE(t, to, stride) _tile_stored(t, to, stride)
 #define TILE_ADD_BFLOATS(sum, left, right) _tile_dpbf16ps(sum, left, right)
+#define TILE_ADD_BYTES(sum, left, right) _tile_dpbssd(sum, left, right)
 
 #else
 
@@ -137,6 +139,17 @@ struct EmulatedTiles {
         }
     }
 
+    // Add the products of every four bytes, each with a sign.
+    NOT_INLINE void add_bytes(int sum, int left, int right) {
+        for (int r = 0; r < sizes.rows[left]; r++)
+            for (int c = 0; c < TILE; c++) {
+                std::int32_t added = 0;
+                for (int k = 0; k < sizes.row_bytes[left]; k++)
+                    added += std::int8_t(tile[left][r][k]) * std::int8_t(tile[right][k / 4][4 * c + k % 4]);
+                store(tile[sum][r] + 4 * c, load<std::uint32_t>(tile[sum][r] + 4 * c) + std::uint32_t(added));
+            }
+    }
+
     static float flushed(float x) { return __builtin_fabsf(x) < FLT_MIN ? __builtin_copysignf(0.0f, x) : x; }
     static float number_at(const void* at) {
         const std::uint32_t bits = std::uint32_t(load<std::uint16_t>(at)) << 16;
@@ -155,6 +168,7 @@ inline void release_tiles() { emulated_tiles.configure({0, 0}); }
 #define TILE_READ_ONCE(t, from, stride) emulated_tiles.read(t, from, stride)
 #define TILE_WRITE(t, to, stride) emulated_tiles.write(t, to, stride)
 #define TILE_ADD_BFLOATS(sum, left, right) emulated_tiles.add_bfloats(sum, left, right)
+#define TILE_ADD_BYTES(sum, left, right) emulated_tiles.add_bytes(sum, left, right)
 
 #endif
 

@@ -222,6 +222,17 @@ INLINE float largest_of(floats x) {
     return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
 }
 
+// The largest magnitude, or nan if a number is not finite, which integers cannot represent.
+inline float largest_of(const float* x, Int count) {
+    floats most = {}, lost = {};
+    for (Int i = 0; i < count; i += LANES) {
+        const floats number = widen(x + i);
+        most = larger(number < 0 ? -number : number, most);
+        lost += number * 0.0f;
+    }
+    return largest_of(most) + sum_of(lost);
+}
+
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
 
 // exp, within two units in the last place from -87 to 88, below that 0. Source: the minimax polynomial of Cephes' expf.
