@@ -84,9 +84,9 @@ class NativeRunner:
         return NativeStepper(self, model, batch, cache)
 
     def steady(self) -> "NativeRunner":
-        """Return this runner without calls that it leaves to the plain path, where other bits come from."""
+        """Return this runner without calls that it leaves to the plain path, and with invariant prompts."""
         steady = object.__new__(type(self))  # the same one otherwise: `copy` makes one for another model
-        vars(steady).update(vars(self), plain=frozenset())
+        vars(steady).update(vars(self), plain=frozenset(), invariant=True)
         return steady
 
     def may_step(self, model: Transformer) -> bool:
