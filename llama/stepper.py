@@ -43,21 +43,36 @@ class Stepper(Protocol):
         ...
 
 
-FEW_ROWS = 8  # the trial times calls of up to 8 rows with 1 row, larger ones with 16
+FEW_ROWS = 8  # the trial times calls of up to 8 rows with 1 row, larger ones with 8 or 16
+LONG = 128  # tokens per thread from which a prompt is long
 
 
 class CallKind(NamedTuple):
-    """A kind of call whose path is chosen by itself: several tokens per row or one, more than FEW_ROWS rows or not."""
+    """A kind of call whose path is chosen by itself.
+
+    prompt: it has several tokens per row. many: it has more than FEW_ROWS rows. long: it is a prompt of at least LONG
+    tokens per thread.
+    """
 
     prompt: bool
     many: bool
+    long: bool = False
 
     @staticmethod
     def of(rows: int, width: int) -> "CallKind":
-        return CallKind(prompt=width > 1, many=rows > FEW_ROWS)
+        prompt = width > 1
+        return CallKind(prompt, rows > FEW_ROWS, long=prompt and rows * width >= LONG * torch.get_num_threads())
 
     def __str__(self) -> str:
-        return f"{'prompts' if self.prompt else 'steps'} of {'more than' if self.many else 'up to'} {FEW_ROWS} rows"
+        name = f"{'long' if self.long else 'short'} prompts" if self.prompt else "steps"
+        return f"{name} of {'more than' if self.many else 'up to'} {FEW_ROWS} rows"
+
+
+SHORT_PROMPTS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
+LONG_PROMPTS = frozenset(kind._replace(long=True) for kind in SHORT_PROMPTS)
+PROMPTS = SHORT_PROMPTS | LONG_PROMPTS
+STEPS = frozenset(CallKind(prompt=False, many=many) for many in (False, True))
+_GROUPS = {"prompts": PROMPTS, "short prompts": SHORT_PROMPTS, "long prompts": LONG_PROMPTS, "steps": STEPS}
 
 
 @dataclass(frozen=True)
@@ -88,10 +103,13 @@ class Execution:
 
 
 def _in_words(kinds: Collection[CallKind]) -> Iterator[str]:
-    """Yield the names of kinds of calls; prompts of all numbers of rows are one kind, and so are steps."""
-    for prompt, name in ((True, "prompts"), (False, "steps")):
-        found = [kind for kind in kinds if kind.prompt is prompt]
-        yield from [name] if len(found) == 2 else map(str, found)
+    """Yield the names of kinds of calls; a group whose kinds are all among them has one name."""
+    left = set(kinds)
+    for name, group in _GROUPS.items():
+        if group <= left:
+            yield name
+            left -= group
+    yield from map(str, sorted(left, key=lambda kind: (not kind.prompt, kind.long, kind.many)))
 
 
 class Runner(Protocol[Model]):

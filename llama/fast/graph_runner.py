@@ -32,7 +32,7 @@ from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
 from llama.sampling import Settings, choose, must_sort
-from llama.stepper import CallKind
+from llama.stepper import PROMPTS, CallKind
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ LEAST_SLOTS = 256  # if attention's time does not depend on the buffers, their l
 KEPT, KEPT_SHARE = 3, 1 / 16  # sets of buffers that are kept, and their share of the device's memory
 
 UNSURE = -2  # the id of a token that the candidates do not decide, see `choose`; -1: logits that are not finite
-
-PROMPT_CALLS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
 
 
 class GraphRunner:
@@ -59,7 +57,7 @@ class GraphRunner:
     def __init__(self, ops: GraphOps = PYTORCH, recorder: type[Recorder] = Recorder) -> None:
         self.ops, self._recorder = ops, recorder
         self.name = self.code = f"CUDA graphs of {ops.name} kernels"
-        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPT_CALLS
+        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPTS
         self.forwards = 0
         self.watch: Callable[[int, int], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first

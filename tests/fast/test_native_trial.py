@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import Ids
-from native import FOLDER, VOCAB, model_of, needs_a_compiler, served
+from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served
+from tables import cases
 from tiny import some_tokens
 
 from llama import load
@@ -19,14 +21,22 @@ from llama.fast import choose, native_trial
 from llama.fast.choose import make_fast
 from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner
-from llama.fast.native_trial import CALLS, plain_calls
+from llama.fast.native_trial import ENOUGH, calls_of, plain_calls
 from llama.model import Transformer
-from llama.stepper import CallKind
+from llama.stepper import LONG_PROMPTS, PROMPTS, STEPS, CallKind
 
 pytestmark = needs_a_compiler
-FEW_PROMPTS, MANY_PROMPTS, FEW_STEPS, MANY_STEPS = CALLS
-PROMPTS = frozenset({FEW_PROMPTS, MANY_PROMPTS})
-SHAPES = {FEW_PROMPTS: (8, 5), MANY_PROMPTS: (9, 2), FEW_STEPS: (1, 1), MANY_STEPS: (9, 1)}
+FEW_PROMPTS, MANY_PROMPTS, FEW_LONG, MANY_LONG, FEW_STEPS, MANY_STEPS = CALLS = calls_of(1)
+TIMED = {(rows, min(width, ARGS.max_seq_len)): kind for kind, (rows, width) in CALLS.items()}
+# A call of each kind that is almost, or only just, one of another kind.
+SHAPES = {
+    FEW_PROMPTS: (1, 127),
+    MANY_PROMPTS: (9, 2),
+    FEW_LONG: (1, 128),
+    MANY_LONG: (9, 15),
+    FEW_STEPS: (1, 1),
+    MANY_STEPS: (9, 1),
+}
 
 
 class Clock:
@@ -50,7 +60,8 @@ class SlowRunner(NativeRunner):
         self.slow = slow
 
     def run(self, call: NativeCall) -> None:
-        if CallKind.of(call._batch.rows, call._batch.width) in self.slow:
+        shape = call._batch.rows, call._batch.width
+        if TIMED.get(shape, CallKind.of(*shape)) in self.slow:
             CLOCK.now += 0.002
         super().run(call)
 
@@ -87,26 +98,53 @@ def test_a_small_lead_and_a_first_call_that_allocates_do_not_decide(monkeypatch:
     seconds = native_trial.time_calls(model, runner)
     assert len(calls) == 4 * len(CALLS)
     assert all(1.04 < native / plain < 1.06 for plain, native in seconds.values())
+    heads = {(call._batch.width > 1, call.logits.shape[-1]) for call in calls}
+    assert heads == {(True, 16), (False, VOCAB)}, "prompts are timed without the head"
 
 
-@pytest.mark.parametrize(
-    "slow",
-    [(), (FEW_PROMPTS, MANY_PROMPTS), (MANY_STEPS,), (FEW_STEPS, MANY_PROMPTS)],
-    ids=["none", "prompts", "steps of many rows", "one of each"],
-)
-def test_the_plain_path_runs_the_kinds_of_calls_at_which_native_code_is_slower(
-    slow: tuple[CallKind, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("per_token", "timed"), cases([(0.0004, 6), (0.001, 5), (0.02, 4)], (0.001, 5)))
+def test_long_prompts_that_would_take_too_long_have_the_times_of_shorter_ones(per_token: float, timed: int) -> None:
+    """So the trial of long prompts takes at most two seconds, except for the first reading of a cold machine."""
+    shapes = set[tuple[int, int]]()
+
+    class Large(NativeRunner):
+        def run(self, call: NativeCall) -> None:
+            shape = call._batch.rows, call._batch.width
+            CLOCK.now += per_token * shape[0] * shape[1]
+            shapes.add(shape)
+            long_ones[0] += CallKind.of(*shape).long * per_token * shape[0] * shape[1]
+            super().run(call)
+
+    long_ones = [0.0]
+    seconds = native_trial.time_calls(model_of("fp32"), Large(FOLDER))
+    assert (len(shapes), seconds.keys()) == (timed, CALLS.keys())
+    assert long_ones[0] <= 2 * ENOUGH
+    each = {kind: seconds[kind][1] / (rows * width) for (rows, width), kind in TIMED.items() if kind.long}
+    assert all(per_token < one < 1.2 * per_token for one in each.values())
+
+
+SLOW_ONES = {
+    "none": (),
+    "short prompts": (FEW_PROMPTS, MANY_PROMPTS),
+    "long prompts": (FEW_LONG,),
+    "many rows": (MANY_LONG, MANY_STEPS),
+    "one of each": (FEW_STEPS, MANY_PROMPTS),
+}
+
+
+@pytest.mark.parametrize("slow", cases(SLOW_ONES, "long prompts", "one of each"))
+def test_the_plain_path_runs_the_kinds_of_calls_at_which_native_code_is_slower(slow: str, tmp_path: Path) -> None:
+    slow_ones = SLOW_ONES[slow]
     plain, model = model_of("fp32"), model_of("fp32")
-    runner = SlowRunner(*slow)
-    assert plain_calls(model, runner, tmp_path) == frozenset(slow)
+    runner = SlowRunner(*slow_ones)
+    assert plain_calls(model, runner, tmp_path) == frozenset(slow_ones)
     assert model.runner is None, "the trial changes nothing"
-    runner.plain, model.runner = frozenset(slow), runner
+    runner.plain, model.runner = frozenset(slow_ones), runner
     for kind, (rows, width) in SHAPES.items():
         before, tokens = served(model), some_tokens(rows, width, vocab_size=VOCAB)
         ours, theirs = model(tokens), plain(tokens)
-        assert (served(model) > before) == (kind not in slow), kind
-        assert torch.equal(ours, theirs) == (kind in slow), kind
+        assert (served(model) > before) == (kind not in slow_ones), kind
+        assert torch.equal(ours, theirs) == (kind in slow_ones), kind
 
 
 def test_a_generation_changes_its_path_when_rows_end() -> None:
@@ -129,7 +167,8 @@ def test_the_times_are_stored_for_the_machine_and_the_sizes_and_measured_once(tm
     with pytest.raises(AssertionError, match="timed again"):
         plain_calls(model_of("bf16"), BrokenRunner(FOLDER), tmp_path)
     (file,) = tmp_path.glob("trial-*.json")
-    for damaged in ("", "[]", "{}", '{"steps of up to 8 rows": 1}', "[" * 100_000):
+    older = file.read_text().replace("short prompts", "prompts").replace("long prompts", "others")
+    for damaged in ("", "[]", "{}", '{"steps of up to 8 rows": 1}', "[" * 100_000, older):
         file.write_text(damaged)
         with pytest.raises(AssertionError, match="timed again"):
             plain_calls(model, BrokenRunner(FOLDER), tmp_path)
@@ -137,8 +176,13 @@ def test_the_times_are_stored_for_the_machine_and_the_sizes_and_measured_once(tm
 
 def test_limits_of_a_model_leave_kinds_of_calls_out(tmp_path: Path) -> None:
     model = model_of("fp32")
-    model.args = model.args.__class__(**{**vars(model.args), "max_batch_size": 4, "max_seq_len": 63})
-    assert set(native_trial.time_calls(model, NativeRunner(FOLDER))) == {FEW_STEPS}
+    for longest, kinds in (
+        (63, {FEW_STEPS}),
+        (127, {FEW_STEPS, FEW_PROMPTS}),
+        (128, {FEW_STEPS, FEW_PROMPTS, FEW_LONG}),
+    ):
+        model.args = replace(ARGS, max_batch_size=4, max_seq_len=longest)
+        assert set(native_trial.time_calls(model, NativeRunner(FOLDER))) == kinds
 
 
 def test_quantised_weights_and_a_pinned_process_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +197,9 @@ def test_quantised_weights_and_a_pinned_process_are_not_timed(tmp_path: Path, mo
 def test_the_execution_names_the_calls_of_the_plain_path() -> None:
     assert str(fast_model().execution) == "native"
     assert str(fast_model(*PROMPTS).execution) == "native, plain prompts"
+    assert str(fast_model(*LONG_PROMPTS, *STEPS).execution) == "native, plain long prompts, plain steps"
     assert str(fast_model(MANY_PROMPTS, FEW_STEPS).execution) == (
-        "native, plain prompts of more than 8 rows, plain steps of up to 8 rows"
+        "native, plain short prompts of more than 8 rows, plain steps of up to 8 rows"
     )
     assert str(copy.deepcopy(fast_model(*PROMPTS)).execution) == "native, plain prompts"
 
