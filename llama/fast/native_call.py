@@ -57,10 +57,10 @@ class NativeForward:
             self._forwards[kind] = library
         return self._forwards[kind]
 
-    def tiles(self, model: NativeModel) -> str | None:
-        """Return what tiles of a CPU with AMX multiply for a model, or None."""
-        found = self.load(model).multiplied_by_tiles(byref(model))
-        return None if found is None else found.decode()
+    def tiles(self, model: NativeModel) -> str:
+        """Return what tiles multiply for a model, if the CPU has them."""
+        found: bytes = self.load(model).multiplied_by_tiles(byref(model))
+        return found.decode()
 
     def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
         """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""

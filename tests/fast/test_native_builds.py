@@ -10,20 +10,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from native import (
+    ARGS,
     FOLDER,
     VOCAB,
     compiled_with,
     cpu_flags,
     model_of,
     needs_a_compiler,
+    tolerance,
+    twins,
 )
 from test_native import MIXTURES
-from tiny import some_tokens
+from tiny import bits, some_tokens
 
 from llama.fast import native_call
 from llama.fast.choose import make_fast
@@ -115,6 +120,7 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
 @pytest.mark.parametrize(
     ("kind", "activations", "tiles"),
     [
+        ("fp32", 16, "attention by AMX tiles"),
         ("bf16", 16, "products by AMX tiles"),
         ("int8 in bf16", 16, "prompts by AMX tiles (bf16)"),
         ("int4", 16, "prompts by AMX tiles (int8 planes)"),
@@ -134,8 +140,8 @@ def test_a_cpu_with_tiles_has_the_bits_of_steps_in_exact_mode_and_names_what_til
         assert model.execution.tiles == tiles
         by_tiles = model(tokens := some_tokens(2, 40, vocab_size=VOCAB))
         model.exact = True
-        assert model.execution.tiles == (None if "int" in kind else tiles)
-        assert torch.equal(model(tokens), by_tiles) == ("int" not in kind)
+        assert model.execution.tiles == (tiles if kind == "bf16" else None)
+        assert not torch.equal(model(tokens), by_tiles), "attention by tiles has other bits"
 
 
 @pytest.mark.usefixtures("every_build")
@@ -147,6 +153,30 @@ def test_tiles_multiply_the_prompts_of_every_format(mixture: str, activations: i
     formats, dtype = MIXTURES[mixture]
     with compiled_with("-DEMULATE_TILES", "-O1"):
         check_library.__wrapped__(FOLDER, dtype, formats=frozenset(formats), activations=activations)
+
+
+@pytest.mark.usefixtures("every_build")
+@pytest.mark.parametrize("kv_cache", ["static", "paged"])
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_attention_by_tiles_gives_a_row_the_same_bits_in_any_batch_and_any_pieces(kind: str, kv_cache: str) -> None:
+    """Pieces have at least 32 tokens. Shorter ones, steps and exact mode have other bits: those of vectors."""
+    tokens, lengths = some_tokens(3, 140, vocab_size=VOCAB), [140, 31, 64]
+    with compiled_with("-DEMULATE_TILES"):
+        plain, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
+        rows = [fast(row[None, :length])[0] for row, length in zip(tokens, lengths, strict=True)]
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            whole = fast(tokens, lengths=lengths, logits="last")
+            pieces = [fast(tokens[:1, start:end], start, logits="last") for start, end in pairwise((0, 50, 82, 140))]
+            torch.set_num_threads(1)
+            assert torch.equal(bits(pieces[-1][0, 0]), bits(rows[0][-1]))
+            for found, row in zip(whole, rows, strict=True):
+                assert torch.equal(bits(found[0]), bits(row[-1]))
+        fast.exact = True
+        exact = [fast(row[None, :length])[0] for row, length in zip(tokens, lengths, strict=True)]
+    for one, other, row, length in zip(rows, exact, tokens, lengths, strict=True):
+        assert torch.equal(bits(one), bits(other)) == (length == 31)
+        assert torch.allclose(one, plain(row[None, :length])[0], rtol=0, atol=tolerance(kind, other))
 
 
 @pytest.mark.usefixtures("every_build")

@@ -280,10 +280,10 @@ extern "C" Int forward(const Model* model, const Batch* batch, Int room) {
     return forward_of<NUMBER, PRODUCT>(*model, *batch, room);
 }
 
-// What tiles multiply for a model, or null.
+// What tiles multiply for a model on a CPU with them.
 extern "C" const char* multiplied_by_tiles(const Model* model) {
     const PRODUCT usual{model->mixed != 0};
-    if (!usual.long_by_tiles(model->longest())) return usual.direct() ? "products by AMX tiles" : nullptr;
+    if (!usual.long_by_tiles(model->longest())) return usual.direct() ? "products by AMX tiles" : "attention by AMX tiles";
     return std::is_same_v<PRODUCT::Tiles, Planes> ? "prompts by AMX tiles (int8 planes)" : "prompts by AMX tiles (bf16)";
 }
 #endif

@@ -756,6 +756,116 @@ void all_groups() {
     exact("hadamard", x);
 }
 
+// ---- attention by tiles --------------------------------------------------------------------------------------------
+
+// A text of one kv head and three query heads in a cache, and its attention. Behind the last key there is nan.
+template <class T>
+struct AttendedText {
+    static constexpr Int HEADS = 3, MOST = 200, POOL = MOST / PAGE + 2;
+    const Kind kind;
+    const Int d;
+    std::vector<float> queries;  // of all positions
+    std::vector<T> keys, values;
+    std::vector<std::int32_t> table;
+    Model model{};
+
+    AttendedText(Kind kind, Int d) : kind(kind), d(d) {
+        Dice dice{std::uint64_t(13 + d)};
+        queries = numbers<float>(dice, MOST * HEADS * d, 2.0f);
+        keys = numbers<T>(dice, MOST * d, 2.0f), values = numbers<T>(dice, MOST * d, 1.0f);
+        for (Int b = 0; b < POOL; b++) table.push_back(std::int32_t((b * 5 + 2) % POOL));
+        model.heads = HEADS, model.kv_heads = 1, model.head_dim = d;
+    }
+
+    // That of `count` tokens to `end` positions, of which they are the last, in a call that keeps so many tokens.
+    std::vector<float> attended(Int count, Int end, Int kept, bool invariant) const {
+        const bool paged = kind == PAGED;
+        std::vector<T> own_keys(paged ? POOL * PAGE * d : end * d, nan()), own_values = own_keys;
+        for (Int p = 0; p < end; p++) {
+            const Int at = paged ? table[p / PAGE] * PAGE + p % PAGE : p;
+            std::copy_n(&keys[p * d], d, &own_keys[at * d]), std::copy_n(&values[p * d], d, &own_values[at * d]);
+        }
+        LayerCache cache{};
+        cache.keys = own_keys.data(), cache.values = own_values.data(), cache.table = paged ? table.data() : nullptr;
+        const Int start = end - count;
+        Batch batch{};
+        batch.rows = 1, batch.width = count, batch.starts = &start, batch.lengths = &count, batch.kept = &kept;
+        batch.kind = kind, batch.slots = paged ? POOL : end, batch.threads = 1, batch.invariant = invariant;
+        std::vector<float> q(queries.begin() + start * HEADS * d, queries.begin() + end * HEADS * d);
+        std::vector<char> workspace(1 << 21);
+        Carver carver{workspace.data() + 64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64};
+        const Call call(model, batch, carver, false);
+        const Stored<T> stored(call, carver);
+        const Attention<T> attention(stored, q.data(), carver);
+        require(carver.used + 64 <= Int(workspace.size()), "the workspace of attention");
+        call.write_positions(), stored.write_begins();
+        attention.attend(cache, 0, count, {0, 1, nullptr, nullptr}, attention.memory);
+        return q;
+    }
+
+    // The largest difference from attention in float64, of queries in the dtype of the keys.
+    double error(const std::vector<float>& found, Int count, Int end) const {
+        double most = 0;
+        for (Int i = 0; i < count * HEADS; i++) {
+            const Int visible = end - count + i / HEADS + 1;
+            std::vector<T> query(d);
+            for (Int j = 0; j < d; j += LANES) narrow(widen(&queries[((end - count) * HEADS + i) * d + j]), &query[j]);
+            std::vector<double> weights, sum(d);
+            for (Int p = 0; p < visible; p++) {
+                double score = 0;
+                for (Int j = 0; j < d; j++) score += double(number(query[j])) * number(keys[p * d + j]);
+                weights.push_back(score / std::sqrt(double(d)));
+            }
+            const double largest = *std::max_element(weights.begin(), weights.end());
+            double total = 0;
+            for (Int p = 0; p < visible; p++) {
+                total += weights[p] = std::exp(weights[p] - largest);
+                for (Int j = 0; j < d; j++) sum[j] += weights[p] * number(values[p * d + j]);
+            }
+            for (Int j = 0; j < d; j++) {
+                const double off = std::abs(sum[j] / total - found[i * d + j]);
+                most = off <= most ? most : off;
+            }
+        }
+        return most;
+    }
+
+    static T nan() {
+        if constexpr (std::is_same_v<T, float>) return NAN;
+        else return {0x7fc0};
+    }
+    static float number(float x) { return x; }
+    static float number(bfloat x) {
+        const std::uint32_t bits = std::uint32_t(x.bits) << 16;
+        return load<float>(&bits);
+    }
+};
+
+// Attention by tiles is close to float64's and that of vectors, and has the same bits in calls of any lengths.
+template <class T>
+void attention_by_tiles(double bound) {
+    for (const Kind kind : {STATIC, PAGED}) {
+        const std::string name = std::string("attention by tiles, ") + name_of(T{}) + (kind == PAGED ? ", paged" : "");
+        for (const Int count : {1, 2, 5, 10, 11, 16, 17, 31, 32, 33, 48, 65, 70}) {
+            const Int end = count + count * 37 % 131;
+            const AttendedText<T> text(kind, 32 + count % 3 * 32);
+            const std::vector<float> found = text.attended(count, end, LONG_PROMPT, false);
+            const std::vector<float> by_vectors = text.attended(count, end, count, true);
+            require(text.error(by_vectors, count, end) <= bound, name + ", by vectors");
+            require(text.error(found, count, end) <= bound, name + ", " + std::to_string(count));
+            require(digest_of(found) != digest_of(by_vectors) || end == 1, name + ", not by tiles");
+        }
+        const AttendedText<T> text(kind, 32);
+        const std::vector<float> whole = text.attended(100, 100, 100, false);
+        for (Int cut = LONG_PROMPT; cut <= 100 - LONG_PROMPT; cut += 4) {
+            std::vector<float> parts = text.attended(cut, cut, cut, false);
+            const std::vector<float> rest = text.attended(100 - cut, 100, 100 - cut, false);
+            parts.insert(parts.end(), rest.begin(), rest.end());
+            require(digest_of(parts) == digest_of(whole), name + ", cut at " + std::to_string(cut));
+        }
+    }
+}
+
 #if !defined(KERNELS_ALONE)
 
 // ---- a model -------------------------------------------------------------------------------------------------------
@@ -1006,6 +1116,7 @@ int main() {
     plain_products<float>(), plain_products<bfloat>(), products_in_parts();
     packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
     by_tiles(), all_groups();
+    if (TILES) attention_by_tiles<float>(1e-5), attention_by_tiles<bfloat>(3e-6);
 #endif
 #if !defined(KERNELS_ALONE)
     forwards<bfloat, Plain<bfloat>>(0, 0, false, !TILES), forwards<bfloat, Packed<16, bfloat>>(16, 5, true, false);
