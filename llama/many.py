@@ -149,7 +149,7 @@ class Many:
         seed = options.pop("seed", None)
         if not isinstance(seed, int | None) or isinstance(seed, bool):
             raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
-        if whole_number(rows) is None or rows < 1:
+        if whole_number(rows) is None or rows < 1:  # `Texts` checks it too, but chunks need no `Texts`
             raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
         numbered = ((i, prompt, None if seed is None else seed + i) for i, prompt in enumerate(prompts))
         if self.kv_caching and (why := why_not(self)) is not None:

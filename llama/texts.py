@@ -64,6 +64,8 @@ class Texts:
         keys the cut decides bits. cache_bytes: the most bytes of all caches; a text waits until its whole length fits.
         None: no limit, and no text is kept after its end for others that begin alike. on_step: see `Options`.
         """
+        if rows < 1 or piece < 1:
+            raise ValueError(f"rows={rows!r} and piece={piece!r} must be whole numbers of at least 1")
         self._model, self._rows, self._piece, self._cache_bytes = model, rows, piece, cache_bytes
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
