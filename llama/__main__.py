@@ -18,6 +18,7 @@ swapped, measured and proved.
 
   run         Text from prompts: llama-kv run "Once upon a time"
   chat        A conversation that keeps its cache.
+  serve       OpenAI's HTTP interface on this machine, and a page that shows it.
   bench       Time and memory, with the cache and without: --preset table
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
@@ -40,6 +41,7 @@ llama-kv --version prints the version of this package.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("inference", "main"),
     "chat": ("inference", "hold_chat"),
+    "serve": ("serve", "main"),
     "bench": ("benchmark_inference", "main"),
     "verify": ("verify", "main"),
     "watch": ("inference", "show_steps"),

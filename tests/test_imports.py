@@ -98,6 +98,13 @@ MAY_IMPORT = {
     "llama/verify/verdict.py": ("host verify", ""),
     "llama/verify/": ("batch many model request session sessions streaming texts verify", "torch"),
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
+    "llama/serve/requests.py": ("request sampling untrusted", ""),
+    "llama/serve/metrics.py": ("", "prometheus_client"),
+    "llama/serve/engine.py": ("host.version many request serve sessions streaming untrusted.words", "torch"),
+    "llama/serve/answers.py": ("serve", ""),
+    "llama/serve/app.py": ("host.palette serve streaming tokenizer untrusted.words", "starlette prometheus_client"),
+    "llama/serve/server.py": ("serve", "uvicorn"),
+    "llama/serve/": ("", ""),
     # the benchmark: a plan knows no torch, a run no report, a report no run
     "llama/bench/run/directory.py": ("bench", ""),
     "llama/bench/run/llama_cpp_engine.py": ("args bench checkpoint model request streaming", "torch llama_cpp"),
@@ -120,6 +127,7 @@ MAY_IMPORT = {
     "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/lines.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),
+    "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),
     "benchmark_inference.py": ("bench.single cli host.console", ""),
@@ -274,7 +282,7 @@ def _only_defines(node: ast.stmt) -> bool:
         return all(isinstance(part, names) for target in targets for part in ast.walk(target))
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     script = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-    definition = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+    definition = isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     return definition or docstring or script or is_type_checking(node)
 
 

@@ -199,8 +199,11 @@ class Remembering(Generation, Many):
         error, self.broken = self.broken, None
         if error is not None:
             raise error
-        cache.write(start_pos, tokens.tolist())
-        drawn = [self.drawn(row) for row in cache.rows]
+        rows = [row[:length] for row, length in zip(tokens.tolist(), start_pos.lengths, strict=True)]
+        if cache is not None:
+            cache.write(start_pos, tokens.tolist())
+            rows = cache.rows
+        drawn = [self.drawn(row) for row in rows]
         if self.nan:
             drawn[-1], self.nan = torch.full_like(drawn[-1], torch.nan), False
         return torch.stack(drawn)[:, None]

@@ -1,0 +1,100 @@
+"""The command that serves a model on this machine: flags -> an engine, an application, a server."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from llama.api import load, pick_cache, pick_device
+from llama.host import console
+from llama.host.cores import FreeCores
+from llama.host.machine import available_memory
+from llama.untrusted.words import printable
+
+if TYPE_CHECKING:
+    from llama.model import Transformer
+    from llama.tokenizer import Tokenizer
+
+SHARE = 0.25  # of the free memory, for all caches
+
+
+def main(
+    *,
+    ckpt_dir: str = "demo",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    key: str | None = None,
+    rows: int = 16,
+    kv_cache: str = "paged",
+    cache_gb: float | None = None,
+    max_seq_len: int | None = None,
+    dtype: str = "auto",
+    quantize: str = "auto",
+    queue: int = 64,
+    grace: float = 30.0,
+    time_limit: float = 600.0,
+    check: float = 0.0,
+) -> int:
+    """Serve a model with OpenAI's HTTP interface, and a page at / that shows what the cache does.
+
+    Args:
+        ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
+        host: The address to listen on. Any other than this machine's own, 127.0.0.1, needs a key.
+        port: The port to listen on; 0 takes a free one.
+        key: What clients must send as Authorization: Bearer KEY; by default that of the variable LLAMA_KV_KEY, else
+            none is needed.
+        rows: The most texts that generate at a time.
+        kv_cache: The kind of cache, NAME or NAME:PARAMS, which llama-kv kinds describes.
+        cache_gb: The most memory of all caches, in GB; by default a quarter of the free memory. A text waits until its
+            whole length fits.
+        max_seq_len: The longest text, prompt and answer together; by default that of the checkpoint.
+        dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
+        quantize: The format of the weights in memory: int8, int4, stored, or none; auto is stored for a quantised .gguf
+            file, such as the demo's, else none.
+        queue: The most texts that wait for a row; further requests get 429.
+        grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
+        time_limit: The most seconds of a request.
+        check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
+    """
+    key = key or os.environ.get("LLAMA_KV_KEY") or None
+    try:
+        from llama.serve.server import Server, bind, is_loopback
+    except ImportError as error:
+        raise ValueError(f"the server needs {error.name}: pip install 'llama-kv[serve]'") from None
+    ranges: dict[str, tuple[float, float, float]]
+    ranges = {"port": (port, 0, 65535), "rows": (rows, 1, 1024), "queue": (queue, 0, 1e6), "check": (check, 0, 1)}
+    ranges |= {
+        "cache_gb": (1 if cache_gb is None else cache_gb, 0.001, 1e6),
+        "grace": (grace, 0, 1e6),
+        "time_limit": (time_limit, 0.001, 1e6),
+    }
+    for name, (value, least, most) in ranges.items():
+        if not least <= value <= most:
+            raise ValueError(f"--{name} {value} must be from {least:g} to {most:g}")
+    if key is None and not is_loopback(host):
+        raise ValueError(f"--host {host} can be reached by other machines: give --key, or listen on 127.0.0.1")
+    from llama.serve.app import App
+    from llama.serve.engine import Engine
+
+    kind, cpu = pick_cache(kv_cache), pick_device("auto").type == "cpu"
+    listening = bind(host, port)
+    if cpu:
+        FreeCores().choose_threads(console.note)
+
+    def loaded() -> "tuple[Transformer, Tokenizer]":
+        limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kind}
+        return load(ckpt_dir, dtype=dtype, quantize=quantize, fast=cpu, **limits)
+
+    def cache_bytes(model: "Transformer") -> int | None:
+        free = available_memory(model.device)
+        given = None if cache_gb is None else int(cache_gb * 1e9)
+        return given if given is not None or free is None else int(SHARE * free)
+
+    engine = Engine(loaded, check=check, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
+    served = printable(os.path.basename(os.path.normpath(ckpt_dir)), 80)
+    hosts = [*dict.fromkeys([f"[{host}]" if ":" in host else host, "localhost", "127.0.0.1", "[::1]"])]
+    app = App(engine, served=served, key=key, hosts=hosts, places=rows + queue, time_limit=time_limit)
+    console.put(f"http://{hosts[0]}:{listening.getsockname()[1]}  {served}, {kind} cache; Ctrl-C ends it")
+    Server(app, grace=grace).run(sockets=[listening])
+    if engine.ready.done():
+        engine.ready.result()  # raises what loading raised
+        engine.end()
+    return 0

@@ -1,0 +1,315 @@
+"""The server as an ASGI application: who may ask, and answers that end when their clients leave.
+
+Knows HTTP and the engine's jobs; `llama.serve.requests` and `llama.serve.answers` know OpenAI's JSON.
+"""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client import generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from llama.host import palette
+from llama.serve.answers import Answer
+from llama.serve.engine import Engine, Job, Update
+from llama.serve.requests import MOST_BYTES, Asked, Refused, read
+from llama.streaming import encode_prompt
+from llama.tokenizer.chat import ChatFormat
+from llama.untrusted.words import printable
+
+logger = logging.getLogger(__name__)
+
+PUBLIC = ("/", "/health")  # paths that need no key
+BODY_SECONDS = 30  # for a client to send its body
+QUIET_SECONDS = 15  # after which a stream without tokens has a comment, so that it is not taken for broken
+LEFT_SECONDS = 5  # for a client to take its last bytes
+DEFAULT_TOKENS = {True: 512, False: 16}  # of a chat, if that fits; OpenAI's of a completion
+
+
+class App:
+    """The server of one engine, an ASGI application.
+
+    served: the name of the model. hosts: this server's names: without a key a browser may use no other, which another
+    site might have made this machine's. places: the most texts that run or wait. draining: whether the server ends.
+    open: the requests whose answers have not ended.
+    """
+
+    def __init__(
+        self, engine: Engine, *, served: str, key: str | None, hosts: Collection[str], places: int, time_limit: float
+    ) -> None:
+        self.engine, self.served, self.places, self.time_limit = engine, served, places, time_limit
+        self.key = None if key is None else f"Bearer {key}".encode()
+        self.hosts = hosts
+        self.replies: set[Reply] = set()
+        self.draining = False
+        self.open = 0
+        self._chat: ChatFormat | None = None
+        page = _page()
+        routes: list[tuple[str, Any]] = [
+            ("/", lambda _: page),
+            ("/health", self._health),
+            ("/metrics", self._metrics),
+            ("/v1/models", self._models),
+        ]
+        made = [Route(f"/v1/{path}", self._complete, methods=["POST"]) for path in ("completions", "chat/completions")]
+        self._router = Router([*(Route(*route, methods=["GET"]) for route in routes), *made], redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Every error is OpenAI's JSON, unless a part of the answer was sent."""
+        began = False
+
+        async def noting(message: Message) -> None:
+            nonlocal began
+            began = True
+            await send(message)
+
+        self.open += 1
+        try:
+            self._admit(scope["path"], dict(scope["headers"]))
+            await self._router({**scope, "app": self}, receive, noting)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            refused = _refused(error)
+            if not began:
+                await JSONResponse(refused.body, refused.status, refused.headers)(scope, receive, send)
+        finally:
+            self.open -= 1
+
+    def cancel_all(self) -> None:
+        """End all texts; their clients are told."""
+        for reply in self.replies:
+            reply.stop(Refused("the text is cancelled: the server ends", 503, code="cancelled"))
+
+    def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raise Refused for a request that must not be looked at."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and urlsplit(origin).netloc != host:
+            raise Refused("pages of other sites may not use this server", 403)
+        if self.key is None and re.sub(r":\d*\Z", "", host) not in self.hosts:
+            raise Refused(f"this is not {host:.80}, but {' or '.join(self.hosts)}; --key allows other names", 403)
+        if path in PUBLIC:
+            return
+        if self.key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self.key):
+            message = "send the header Authorization: Bearer KEY, with the key that the server was started with"
+            raise Refused(message, 401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        self._check_ready()
+        if self.open > 2 * self.places:
+            raise self._busy()
+
+    def _check_ready(self) -> None:
+        ready = self.engine.ready
+        if not ready.done() or ready.exception() is not None:
+            raise Refused("the model is loading", 503, code="loading", headers={"Retry-After": "2"})
+        if self.draining:
+            raise Refused("the server ends; it takes no new requests", 503, code="ending", headers={"Retry-After": "9"})
+
+    def _busy(self) -> Refused:
+        message = f"{self.places} texts run or wait, which is the limit (--rows, --queue); try again"
+        return Refused(message, 429, code="queue_full", headers={"Retry-After": "1"})
+
+    # ---- routes ------------------------------------------------------------------------------------------------------
+
+    async def _health(self, _: Request) -> Response:
+        self._check_ready()
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, _: Request) -> Response:
+        await asyncio.wrap_future(self.engine.gauges())
+        return Response(generate_latest(self.engine.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, _: Request) -> Response:
+        engine, model = self.engine, self.engine.model
+        own = {"id": self.served, "object": "model", "created": 0, "owned_by": "llama-kv"}
+        own |= {"max_model_len": model.args.max_seq_len, "system_fingerprint": engine.fingerprint}
+        own |= {"kv_cache": engine.options.get("kv_cache"), "execution": str(model.execution)}
+        return JSONResponse({"object": "list", "data": [own]})
+
+    async def _complete(self, request: Request) -> Response:
+        chat, engine = request.url.path.endswith("/chat/completions"), self.engine
+        asked = read(await _body(request), chat=chat, served=self.served)
+        prompts = await run_in_threadpool(self._encoded, asked)
+        jobs = [self._job(asked, prompt, choice) for prompt in prompts for choice in range(asked.n)]
+        if sum(len(reply.jobs) for reply in self.replies) + len(jobs) > self.places:
+            raise self._busy()
+        head = {"model": self.served, "system_fingerprint": engine.fingerprint}
+        return Reply(self, jobs, Answer(asked, jobs, engine.tokenizer, **head))
+
+    def _encoded(self, asked: Asked) -> list[list[int]]:
+        """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""
+        try:
+            if not asked.chat:
+                return [encode_prompt(self.engine.tokenizer, prompt) for prompt in asked.prompts]
+            self._chat = self._chat or ChatFormat(self.engine.tokenizer)
+            return [self._chat.encode_dialog_prompt(dialog) for dialog in asked.prompts]
+        except ValueError as error:
+            raise Refused(str(error), param="messages" if asked.chat else "prompt") from None
+
+    def _job(self, asked: Asked, prompt: list[int], choice: int) -> Job:
+        """Return the job of one choice. Raises Refused for a text that is too long."""
+        longest, tokens = self.engine.longest, asked.max_tokens or DEFAULT_TOKENS[asked.chat]
+        if longest is not None:
+            tokens = tokens if asked.max_tokens else max(1, min(tokens, longest - len(prompt)))
+            if len(prompt) + tokens > longest:
+                raise Refused(
+                    f"the prompt has {len(prompt)} tokens and max_tokens={tokens}: more than the {longest} of this "
+                    "server (--max_seq_len); shorten one of them",
+                    param="max_tokens" if len(prompt) < longest else "messages" if asked.chat else "prompt",
+                    code="context_length_exceeded",
+                )
+        options = asked.options.copy()
+        if isinstance(seed := options.get("seed"), int):
+            options["seed"] = seed + choice
+        return Job(prompt, tokens, asked.stop, options, asked.kv_caching, asked.timings)
+
+
+class Reply(Response):
+    """The answer to a request: its texts end as soon as the client leaves, or the time is over."""
+
+    def __init__(self, app: App, jobs: Sequence[Job], answer: Answer) -> None:
+        self.app, self.jobs, self.answer = app, jobs, answer
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()  # at most one for each token
+        self._streaming = False
+
+    def stop(self, why: Refused) -> None:
+        """End the answer with an error."""
+        self._updates.put_nowait((0, Update(error=why)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer. Raises Refused if nothing of it was sent."""
+        loop = asyncio.get_running_loop()
+        for index, job in enumerate(self.jobs):
+            job.deliver = partial(_deliver, loop, self._updates, index)
+        self.app.replies.add(self)
+        self.app.engine.add(self.jobs)
+        tasks = [asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_left(receive))]
+        try:
+            limit = self.app.time_limit + LEFT_SECONDS
+            ended, _ = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.app.engine.cancel(self.jobs)
+            self.app.replies.discard(self)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks[0] in ended:
+            tasks[0].result()
+
+    async def _send(self, send: Send) -> None:
+        limit = self.app.time_limit
+        try:
+            async with asyncio.timeout(limit):
+                await (self._stream(send) if self.answer.asked.stream else self._whole(send))
+        except (TimeoutError, Refused) as error:
+            message = f"the text has taken {limit:g} s, which is the limit (--time_limit); ask for fewer tokens"
+            refused = error if isinstance(error, Refused) else Refused(message, 504, code="timeout")
+            if not self._streaming:
+                raise refused from None
+            await send(_event(refused.body, more=False))
+
+    async def _next(self) -> tuple[int, Update]:
+        index, update = await self._updates.get()
+        if update.error is not None:
+            raise update.error
+        return index, update
+
+    async def _whole(self, send: Send) -> None:
+        while not self.answer.ended:
+            index, update = await self._next()
+            self.answer.texts[index].take(update)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": _json(self.answer.whole())})
+
+    async def _stream(self, send: Send) -> None:
+        for _ in self.jobs:  # the first update of each accepts it, or has the error that is the whole answer
+            await self._next()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._streaming = True
+        while not self.answer.ended:
+            try:
+                async with asyncio.timeout(QUIET_SECONDS):
+                    index, update = await self._next()
+            except TimeoutError:
+                await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                continue
+            if (chunk := self.answer.chunk(index, update)) is not None:
+                await send(_event(chunk))
+        if self.answer.asked.include_usage:
+            await send(_event(self.answer.closing()))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _event(content: dict[str, Any], *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": b"data: %b\n\n" % _json(content), "more_body": more}
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, updates: "asyncio.Queue[Any]", index: int, update: Update) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(updates.put_nowait, (index, update))
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body. Raises Refused if it is too long or does not come."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise Refused(f"the body has more than {MOST_BYTES:,} bytes; send less", 413)
+    except TimeoutError:
+        raise Refused(f"the body did not come within {BODY_SECONDS} s; send it again", 408) from None
+    return bytes(data)
+
+
+def _refused(error: Exception) -> Refused:
+    """Return an error as an answer; log one that nobody expected, as one line."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, HTTPException):
+        what = "this path has another method" if error.status_code == 405 else "there is no such path"
+        paths = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics and the page /"
+        return Refused(f"{what}; there are {paths}", error.status_code, headers=error.headers)
+    logger.error("a request failed: %s", printable(f"{type(error).__name__}: {error}"))
+    return Refused("the server failed at this request", 500)
+
+
+def _page() -> HTMLResponse:
+    """Return the page, which may use its own style and script and this server, and nothing else."""
+    text = resources.files(__package__).joinpath("page.html").read_text("utf-8").replace("/* palette */", palette.css())
+    allowed = []
+    for tag in ("style", "script"):
+        (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        allowed.append(f"{tag}-src 'sha256-{digest}'")
+    policy = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    headers = {"Content-Security-Policy": f"default-src 'none'; {'; '.join(allowed)}; {policy}"}
+    return HTMLResponse(text, headers={**headers, "X-Content-Type-Options": "nosniff"})

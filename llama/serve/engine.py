@@ -1,0 +1,296 @@
+"""The one thread that uses the model: it steps the texts of all requests. Knows no HTTP.
+
+Requests reach it as calls in a queue, which it reads once a step. What a text gains is delivered by a function of its
+job.
+"""
+
+import json
+import logging
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from llama.host.version import __version__
+from llama.many import Writer, Written, steady
+from llama.request import Options, Step
+from llama.serve.metrics import Metrics
+from llama.serve.requests import Refused
+from llama.sessions.digest import digest_of_text
+from llama.sessions.origin import fingerprint, origin, weights_digest
+from llama.streaming import Completion
+from llama.untrusted.words import printable
+
+logger = logging.getLogger(__name__)
+
+MOST_CHECKS = 64  # ended texts that wait for an idle moment
+
+
+class Update(NamedTuple):
+    """What a text has gained; the first update of a text says that it is accepted.
+
+    piece: new text. tokens: new ids, each with its log-probability. fed, reused: the tokens that were fed for the text
+    so far, and those of its prompt that were not. nbytes: of all caches, if asked for. at: by `time.monotonic`.
+    finish: why the text has ended. error: why it has failed, and so ended.
+    """
+
+    piece: str = ""
+    tokens: tuple[tuple[int, float | None], ...] = ()
+    fed: int = 0
+    reused: int = 0
+    nbytes: int | None = None
+    at: float = 0.0
+    finish: Literal["stop", "length"] | None = None
+    error: Refused | None = None
+
+
+NOTHING = Update()
+
+
+@dataclass(eq=False)
+class Job:
+    """A text that a client waits for. `deliver` is called in the engine's thread."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop: Sequence[str]
+    options: Options
+    kv_caching: bool = True
+    with_bytes: bool = False
+    deliver: Callable[[Update], None] = lambda update: None
+    added: float = field(default_factory=time.monotonic)
+    # of the engine
+    checked: bool = False
+    made: int = 0
+    last: Update = NOTHING
+    written: Written | None = None
+    alone: Generator[Update, None, None] | None = None  # with the cache off
+
+
+class Engine:
+    """A model and its texts, in a thread of its own.
+
+    load: returns the model and the tokenizer; it is called in the thread. check: the share of ended texts that are
+    generated again, alone, when nothing else is to do. options: those of `Writer`; `cache_bytes` may be a function of
+    the model. model, tokenizer, fingerprint, and `longest`, the most positions of a text or None, exist once `ready` is
+    done, unless loading has failed.
+    """
+
+    model: Any
+    tokenizer: Any
+    fingerprint: str | None
+    longest: int | None
+
+    def __init__(self, load: Callable[[], tuple[Any, Any]], *, check: float = 0.0, **options: Any) -> None:
+        self._load, self._check, self.options, self.metrics = load, check, options, Metrics()
+        self.ready: Future[None] = Future()
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._jobs: dict[int, Job] = {}  # by the numbers of their texts
+        self._uncached: deque[Job] = deque()  # the first one generates
+        self._unchecked: deque[tuple[Job, Completion]] = deque(maxlen=MOST_CHECKS)
+        self._checking: tuple[Writer, Written, Completion] | None = None
+        self._ending = False
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- for all threads ---------------------------------------------------------------------------------------------
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Generate texts. Before the next step, each has an update."""
+        self._inbox.put(lambda: list(map(self._add, jobs)))
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End texts before the next step, wherever they are; those that have ended are ignored."""
+        self._inbox.put(lambda: list(map(self._cancel, jobs)))
+
+    def gauges(self) -> Future[None]:
+        """Set the gauges between two steps."""
+        done: Future[None] = Future()
+        self._inbox.put(lambda: self._measure(done))
+        return done
+
+    def end(self) -> None:
+        """End the thread after its step. Texts that have not ended have no more updates."""
+        self._inbox.put(lambda: setattr(self, "_ending", True))
+        self._thread.join()
+
+    # ---- in the engine's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:
+            self.ready.set_exception(error)
+            return
+        self.ready.set_result(None)
+        while not self._ending:
+            idle = not (self._jobs or self._uncached or self._unchecked or self._checking)
+            try:
+                for _ in range(max(self._inbox.qsize(), idle)):
+                    self._inbox.get()()
+                self._step()
+            except Exception as error:  # an error of a text is an update; this is one of the engine
+                logger.error("all texts are dropped: %s", printable(f"{type(error).__name__}: {error}"))
+                self._restart()
+
+    def _begin(self) -> None:
+        model, self.tokenizer = self._load()
+        if callable(limit := self.options.get("cache_bytes")):
+            self.options["cache_bytes"] = limit(model)
+        self.model = steady(model)
+        bounded = model.new_cache(self.options.get("kv_cache")).bound is not None
+        self.longest = None if bounded else model.args.max_seq_len
+        self.fingerprint = fingerprint_of(model, self.tokenizer, self.options.get("kv_cache"))
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin without texts; clients of those that there are get an error."""
+        for job in [*self._jobs.values(), *self._uncached]:
+            self._tell(job, Update(error=Refused("the server failed; try again", 500)))
+        self._jobs.clear()
+        self._uncached.clear()
+        self._checking = None
+        self._writer = Writer(self.model, self.tokenizer, **self.options)
+
+    def _add(self, job: Job) -> None:
+        job.options.setdefault("seed", secrets.randbits(63))
+        job.checked = job.kv_caching and random.random() < self._check
+        options: Options = {**job.options, "logprobs": job.checked or job.options.get("logprobs", False)}
+        try:
+            if job.kv_caching:
+                job.written = self._writer.add(job.prompt, job.max_tokens, job.stop, **options)
+                self._jobs[job.written.number] = job
+            else:
+                job.alone = self._without_cache(job)
+                self._uncached.append(job)
+        except Exception as error:
+            self._tell(job, Update(error=Refused(str(error), 400 if isinstance(error, ValueError) else 500)))
+        else:
+            self.metrics.prompts.inc(len(job.prompt))
+            self._tell(job, Update())
+
+    def _cancel(self, job: Job) -> None:
+        if job.written is not None and self._jobs.pop(job.written.number, None) is not None:
+            self._writer.cancel(job.written)
+        elif job.alone is not None and job in self._uncached:
+            self._uncached.remove(job)
+            job.alone.close()
+        else:
+            return
+        self.metrics.ended.labels("cancelled").inc()
+
+    def _step(self) -> None:
+        """Make the next token of every text, one of the first text without cache, and, if there is none, of a check."""
+        for written, piece in self._writer.step():
+            self._tell(self._jobs[written.number], self._gained(written, piece))
+        if self._uncached and (job := self._uncached[0]).alone is not None:
+            update = next(job.alone)
+            if update.finish or update.error:
+                self._uncached.popleft()
+            self._tell(job, update)
+        elif not self._jobs and (self._unchecked or self._checking):
+            self._check_again()
+
+    def _gained(self, written: Written, piece: str) -> Update:
+        """Return what a text of the writer has gained in this step."""
+        job, completion = self._jobs[written.number], written.completion
+        made, finish = len(completion["ids"]), completion["finish_reason"]
+        # The last token was fed only if a stop token has come after it.
+        fed = written.prompt_len - written.reused + made - (finish != "stop" or written.text.stopped)
+        nbytes = self._writer.texts.nbytes if job.with_bytes else None
+        error = None if written.error is None else Refused(str(written.error), 500)
+        if finish and job.checked:
+            self._unchecked.append((job, completion))
+        return Update(piece, _tokens(completion, job.made), fed, written.reused, nbytes, finish=finish, error=error)
+
+    def _tell(self, job: Job, update: Update) -> None:
+        """Deliver an update, and count it."""
+        count, update = self.metrics, update._replace(at=time.monotonic())
+        count.fed.inc(max(0, update.fed - job.last.fed))
+        count.reused.inc(max(0, update.reused - job.last.reused))
+        count.made.inc(len(update.tokens))
+        if update.tokens and not job.made:
+            count.first.observe(update.at - job.added)
+        if update.finish or update.error:
+            count.ended.labels(update.finish or "failed").inc()
+            if job.written is not None:
+                self._jobs.pop(job.written.number, None)
+        job.made, job.last = job.made + len(update.tokens), update
+        job.deliver(update)
+
+    def _without_cache(self, job: Job) -> Generator[Update, None, None]:
+        """Return the updates of a text whose whole prefix is fed at every step. Raises ValueError."""
+        fed = 0
+
+        def count(step: Step) -> None:
+            nonlocal fed
+            fed += sum(map(len, step.ids))
+
+        stream = self.model.stream(
+            self.tokenizer, [job.prompt], job.max_tokens, stop=job.stop, kv_caching=False, on_step=count, **job.options
+        )
+
+        def updates() -> Generator[Update, None, None]:
+            result = stream.results[0]
+            try:
+                with stream:
+                    for _, piece in stream:
+                        yield Update(piece, _tokens(result, job.made), fed, nbytes=0)
+                yield Update("", _tokens(result, job.made), fed, nbytes=0, finish=result["finish_reason"])
+            except Exception as error:
+                yield Update(error=Refused(str(error), 500))
+
+        return updates()
+
+    def _check_again(self) -> None:
+        """Make a step of an ended text that is generated again, alone, and begins with no other text's cache."""
+        if self._checking is None:
+            job, expected = self._unchecked.popleft()
+            writer = Writer(self.model, self.tokenizer, **{**self.options, "rows": 1})
+            options: Options = {**job.options, "logprobs": True}
+            self._checking = writer, writer.add(job.prompt, job.max_tokens, job.stop, **options), expected
+        writer, written, expected = self._checking
+        for _ in writer.step():
+            pass
+        if writer.texts.idle:
+            self._checking = None
+            self.metrics.checked.inc()
+            if written.completion != expected:
+                self.metrics.differed.inc()
+                logger.error("a text differs from the same text alone; its prompt has %d tokens", written.prompt_len)
+
+    def _measure(self, done: Future[None]) -> None:
+        texts, metrics = self._writer.texts, self.metrics
+        metrics.running.set(texts.running + bool(self._uncached))
+        metrics.waiting.set(texts.waiting + max(0, len(self._uncached) - 1))
+        metrics.cache.set(texts.nbytes)
+        metrics.predicted.set(texts.predicted_bytes)
+        done.set_result(None)
+
+
+def _tokens(completion: Completion, seen: int) -> tuple[tuple[int, float | None], ...]:
+    """Return the ids behind the first `seen` ones, each with its log-probability."""
+    ids = completion["ids"][seen:]
+    return tuple(zip(ids, completion.get("logprobs", [None] * (seen + len(ids)))[seen:], strict=True))
+
+
+def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None) -> str | None:
+    """Return a name of all that decides a text except the request; None if other texts may decide its bits.
+
+    They do not in native code and in exact mode.
+    """
+    runner = model.runner
+    if not model.exact and (runner is None or runner.exact is None):
+        return None
+    code = None if runner is None else runner.code
+    facts = [origin(model), weights_digest(model), str(model.execution), code, torch.__version__]
+    facts += [fingerprint(tokenizer, model.args.vocab_size), kv_cache or model.args.kv_cache, __version__]
+    return f"fp_{digest_of_text(json.dumps(facts))}"

@@ -1,0 +1,30 @@
+"""What the server counts, for Prometheus, by names close to vLLM's. Knows no model."""
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Metrics:
+    """The counters of one server. Gauges are set when they are read."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="llama_kv", registry=self.registry)
+        self.fed = counter("tokens_fed", "Tokens that the model was fed.")
+        self.prompts = counter("prompt_tokens", "Tokens of prompts.")
+        self.reused = counter("prefix_cache_hits", "Tokens of prompts that were not fed: a text before begins alike.")
+        self.made = counter("generation_tokens", "Tokens that were generated.")
+        self.ended = counter("request_success", "Texts that have ended.", ["finished_reason"])
+        self.checked = counter("texts_checked", "Ended texts that were generated again, alone.")
+        self.differed = counter("texts_differed", "Checked texts whose ids or log-probabilities differed.")
+        gauge = partial(Gauge, namespace="llama_kv", registry=self.registry)
+        self.running = gauge("num_requests_running", "Texts that generate, or whose prompt is being fed.")
+        self.waiting = gauge("num_requests_waiting", "Texts of which nothing was fed yet.")
+        self.cache = gauge("cache_bytes", "Bytes of all caches, also of ended texts that are kept.")
+        self.predicted = gauge("predicted_cache_bytes", "Bytes of cache of the running texts at their ends.")
+        about = "Seconds from a text's arrival to its first token."
+        first = partial(Histogram, namespace="llama_kv", registry=self.registry, buckets=SECONDS)
+        self.first = first("time_to_first_token_seconds", about)

@@ -1,0 +1,181 @@
+"""Bodies of requests -> checked values: OpenAI's fields, and ours beside them. Does not know the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from llama.request import Options
+from llama.sampling import Sampling, check_seed
+from llama.untrusted.json_object import parse_object
+from llama.untrusted.words import printable
+
+MOST_BYTES = 1_000_000  # of a body
+MOST_TEXTS = 16  # of one request
+_MOST_OF = {"{": 1 << 12, "[": 1 << 12, ",": 1 << 19}  # in a body
+_FINITE = ("temperature", "repetition_penalty")  # beyond 0.01 to 100 they can make float32 logits infinite
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's, by status
+
+
+class Refused(Exception):
+    """A request that is not served. `body` is OpenAI's JSON: a sentence, the `param` that is wrong, OpenAI's `code`."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(printable(message))
+        self.status, self.headers = status, headers
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body = {"error": {"message": str(self), "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked request.
+
+    prompts: texts or lists of ids; of a chat, one dialog. max_tokens: None if it was left out. timings: whether every
+    chunk of a stream has them. options: the sampling, `logprobs`, and the seed if there is one.
+    """
+
+    chat: bool
+    prompts: list[Any]
+    max_tokens: int | None
+    n: int
+    stop: list[str]
+    stream: bool
+    include_usage: bool
+    timings: bool
+    kv_caching: bool
+    options: Options
+
+
+class _Rule(NamedTuple):
+    """What a field may be: a function that returns whether a value is right, or raises ValueError; and its words."""
+
+    is_right: Callable[[Any], object]
+    words: str = ""
+
+
+def _are(kind: type, least: int = 1) -> Callable[[Any], bool]:
+    """Return a function that tests for lists of at least `least` values of a type; texts must not be empty."""
+    return lambda some: isinstance(some, list) and len(some) >= least and all(type(x) is kind and x != "" for x in some)
+
+
+def _is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or _are(int)(value)
+
+
+def _one_of(*values: Any) -> _Rule:
+    """Return the rule of a field that is not built: values that ask for nothing."""
+
+    def is_right(value: Any) -> bool:
+        return value in values and isinstance(value, bool) == isinstance(values[0], bool)  # 0 == False in Python
+
+    return _Rule(is_right, f"{' or '.join(map(repr, values))}: other values are not supported")
+
+
+def _sampling(name: str) -> _Rule:
+    def is_right(value: Any) -> bool:
+        return bool(Sampling(**{name: value})) and (name not in _FINITE or value == 0 or 0.01 <= value <= 100)
+
+    return _Rule(is_right, "from 0.01 to 100")
+
+
+_FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
+_COUNT = _Rule(lambda value: type(value) is int and value > 0, "a whole number of at least 1")
+_SAMPLING = {field.name: _sampling(field.name) for field in fields(Sampling)}
+_SHARED: Mapping[str, _Rule] = {
+    **_SAMPLING,
+    **dict.fromkeys(("max_tokens", "n"), _COUNT),
+    **dict.fromkeys(("stream", "kv_caching", "timings_per_token"), _FLAG),
+    "seed": _Rule(lambda value: check_seed(value) is not None),
+    "stop": _Rule(
+        lambda value: _are(str, 0)(value) or _are(str)([value]), "a text, or a list of texts, none of them empty"
+    ),
+    "stream_options": _Rule(
+        lambda value: (
+            isinstance(value, dict) and list(value) in ([], ["include_usage"]) and _are(bool, 0)([*value.values()])
+        ),
+        "an object with include_usage, true or false",
+    ),
+    "model": _Rule(lambda value: True),
+    **dict.fromkeys(
+        ("user", "metadata", "safety_identifier", "prompt_cache_key"), _Rule(lambda value: True)
+    ),  # ignored
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), _one_of(0)),
+    **dict.fromkeys(("echo", "store"), _one_of(False)),
+    **{"logit_bias": _one_of({}), "tools": _one_of([]), "tool_choice": _one_of("none", "auto")},
+    **{"parallel_tool_calls": _one_of(True, False), "best_of": _one_of(1), "suffix": _one_of("")},
+    **{"response_format": _one_of({"type": "text"}), "modalities": _one_of(["text"]), "service_tier": _one_of("auto")},
+}
+_OF_COMPLETIONS: Mapping[str, _Rule] = {
+    "prompt": _Rule(
+        lambda value: _is_prompt(value) or (isinstance(value, list) and value and all(map(_is_prompt, value))),
+        "a text, a list of token ids, or a list of texts or of such lists",
+    ),
+    "logprobs": _one_of(0),
+}
+_OF_CHATS: Mapping[str, _Rule] = {
+    "messages": _Rule(_are(dict), "a list of at least one object with role and content"),
+    "max_completion_tokens": _COUNT,
+    "logprobs": _FLAG,
+}
+
+
+def read(data: bytes, *, chat: bool, served: str) -> Asked:
+    """Return the checked request in a body of JSON, for a model that is served by this name. Raises Refused."""
+    try:
+        given = parse_object(data, most_of=_MOST_OF)
+    except ValueError as error:
+        raise Refused(f"the body is not one object of JSON: {error}") from None
+    own, text = (_OF_CHATS, "messages") if chat else (_OF_COMPLETIONS, "prompt")
+    for name, value in given.items():
+        _check(name, value, {**_SHARED, **own})
+    if given.get(text) is None:
+        raise Refused(f"{text} is missing: it is {own[text].words}", param=text)
+    body = {name: value for name, value in given.items() if value is not None}
+    if body.get("model", served) != served:
+        message = f"the model {body['model']!r:.80} is not served; there is {served!r}"
+        raise Refused(message, 404, param="model", code="model_not_found")
+    prompts, n, stop = body[text], body.get("n", 1), body.get("stop", [])
+    prompts = [[_in_one(message) for message in prompts]] if chat else [prompts] if _is_prompt(prompts) else prompts
+    if len(prompts) * n > MOST_TEXTS:
+        raise Refused(f"{len(prompts)} prompts x n={n} are more than {MOST_TEXTS} texts", param="n")
+    sampling = {"temperature": 1.0, "top_p": 1.0} | {name: body[name] for name in (*_SAMPLING, "seed") if name in body}
+    return Asked(
+        chat=chat,
+        prompts=prompts,
+        max_tokens=body.get("max_completion_tokens", body.get("max_tokens")),
+        n=n,
+        stop=[stop] if isinstance(stop, str) else stop,
+        stream=body.get("stream", False),
+        include_usage=body.get("stream_options", {}).get("include_usage", False),
+        timings=body.get("timings_per_token", False),
+        kv_caching=body.get("kv_caching", True),
+        options={**sampling, "logprobs": body.get("logprobs", False) is not False},  # type: ignore[typeddict-item]
+    )
+
+
+def _check(name: str, value: Any, rules: Mapping[str, _Rule]) -> None:
+    """Raise Refused for a field that is not known, and for a value that is not right; null is left out."""
+    if name not in rules:
+        raise Refused(f"unknown field {name:.80}; leave it out", param=printable(name, 80), code="unknown_parameter")
+    try:
+        fine = value is None or rules[name].is_right(value)
+    except (ValueError, TypeError) as error:
+        raise Refused(str(error), param=name) from None
+    if not fine:
+        raise Refused(f"{name}={value!r:.60} must be {rules[name].words}", param=name)
+
+
+def _in_one(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content, if it is a list of parts of text, is their text."""
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(part, dict) and type(part.get("text")) is str for part in parts):
+        return {**message, "content": "".join(part["text"] for part in parts)}
+    return message

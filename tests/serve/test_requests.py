@@ -1,0 +1,168 @@
+"""What is refused, and how: by the field's name, with a sentence, as OpenAI's JSON, before anything runs."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import unrefused
+from serving import Served, asgi, serving
+from tables import table
+
+from llama.cli import serve
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as server:
+        yield server
+
+
+@table(
+    "fields, status, param, sentence",
+    [
+        ({"foo": None}, 400, "foo", "unknown field foo"),
+        ({"messages": []}, 400, "messages", "unknown field messages"),
+        ({"prompt": None}, 400, "prompt", "prompt is missing"),
+        ({"prompt": []}, 400, "prompt", "a text, a list of token ids"),
+        ({"prompt": [1, "a"]}, 400, "prompt", "a text, a list of token ids"),
+        ({"prompt": "\u00e9"}, 400, "prompt", "not ASCII"),
+        ({"prompt": [500]}, 400, None, "token id 500"),
+        ({"prompt": ["a"] * 9, "n": 2}, 400, "n", "9 prompts x n=2 are more than 16"),
+        ({"model": "gpt"}, 404, "model", "'gpt' is not served; there is 'demo'"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0 must be a whole number of at least 1"),
+        ({"max_tokens": True}, 400, "max_tokens", "True must be a whole number"),
+        ({"max_tokens": 400}, 400, "max_tokens", "1 tokens and max_tokens=400: more than the 400"),
+        ({"prompt": "a" * 400}, 400, "prompt", "400 tokens and max_tokens=1"),
+        ({"stream": 1}, 400, "stream", "true or false"),
+        ({"temperature": "hot"}, 400, "temperature", "temperature='hot' must be"),
+        ({"temperature": -1}, 400, "temperature", "must be a finite number of at least 0"),
+        ({"temperature": 1e-9}, 400, "temperature", "must be from 0.01 to 100"),
+        ({"top_p": 2}, 400, "top_p", "top_p=2 must be between 0 and 1"),
+        ({"top_k": 0}, 400, "top_k", "top_k=0 must be a whole number"),
+        ({"seed": 1.5}, 400, "seed", "seed=1.5 must be a whole number"),
+        ({"seed": 2**64 - 1, "n": 2}, 400, None, "seed=18446744073709551616 must be"),
+        ({"stop": ["a", ""]}, 400, "stop", "none of them empty"),
+        ({"stop": 3}, 400, "stop", "a text, or a list of texts"),
+        ({"logprobs": 3}, 400, "logprobs", "must be 0: other values are not supported"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "top_logprobs=2 must be 0"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "other values are not supported"),
+        ({"frequency_penalty": False}, 400, "frequency_penalty", "must be 0"),
+        ({"tools": [{}]}, 400, "tools", "not supported"),
+        ({"echo": True}, 400, "echo", "not supported"),
+        ({"stream_options": {"x": 1}}, 400, "stream_options", "must be an object with include_usage"),
+        ({"stream_options": 3}, 400, "stream_options", "must be an object"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(fields: Any, status: int, param: str, sentence: str, served: Served) -> None:
+    got = served.ask("/v1/completions", {"prompt": "a", **fields})
+    error = got.json["error"]
+    assert (got.status, error["param"], error["type"]) == (status, param, "invalid_request_error")
+    assert sentence in error["message"]
+
+
+def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
+    neutral = {"frequency_penalty": 0.0, "n": 1, "best_of": 1, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}}
+    more = {"echo": False, "suffix": "", "response_format": {"type": "text"}, "stream_options": None, "logprobs": None}
+    assert served.complete("a", **neutral, **more).status == 200
+
+
+@table(
+    "messages, sentence",
+    [
+        (None, "messages is missing: it is a list of at least one object"),
+        ([{"role": "user"}], "a message has the keys 'role' and 'content'"),
+        ([{"role": "robot", "content": "a"}], "unknown role 'robot'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content of a message is a str"),
+        (["a"], "a list of at least one object"),
+    ],
+)
+def test_a_malformed_dialog_is_refused(messages: Any, sentence: str, served: Served) -> None:
+    error = served.ask("/v1/chat/completions", {"messages": messages}).json["error"]
+    assert (error["param"], sentence in error["message"]) == ("messages", True)
+
+
+@table(
+    "body, status, sentence",
+    [
+        (b"{", 400, "not one object of JSON"),
+        (b"[]", 400, "not a list"),
+        (b"\xff", 400, "UTF-8"),
+        (b'{"prompt": "a", "prompt": "b"}', 400, "repeats the key"),
+        (b'{"temperature": NaN}', 400, "NaN is not a number"),
+        (b"[" * 100_000, 400, "100,000 times"),
+        (b" " * 1_000_001, 413, "more than 1,000,000 bytes"),
+        (b'{"\\u001b[31m\\u202e": 1, "prompt": "a"}', 400, r"unknown field \x1b[31m\u202e"),
+    ],
+)
+def test_a_body_that_is_not_one_object_is_refused(body: bytes, status: int, sentence: str, served: Served) -> None:
+    got = served.ask("/v1/completions", body)
+    message = got.json["error"]["message"]
+    assert (got.status, sentence in message, message.isprintable()) == (status, True, True)
+
+
+@table("path, method, status", [("/v1/nope", "GET", 404), ("/v1/completions", "GET", 405), ("/", "DELETE", 405)])
+def test_other_paths_and_methods_are_refused(path: str, method: str, status: int, served: Served) -> None:
+    got = served.ask(path, method=method)
+    assert (got.status, "/v1/chat/completions" in got.json["error"]["message"]) == (status, True)
+
+
+def test_without_a_key_only_this_machine_s_names_and_pages_are_served(served: Served) -> None:
+    assert served.ask("/v1/models", Host="evil.example").status == 403
+    assert served.ask("/health", Host="127.0.0.1:99").status == 200
+    for origin, status in (("https://evil.example", 403), ("null", 403), (f"http://127.0.0.1:{served.port}", 200)):
+        assert served.ask("/v1/models", Origin=origin).status == status
+
+
+def test_every_path_but_the_page_and_health_needs_the_key() -> None:
+    wrong = [{}, *({"Authorization": value} for value in ("Bearer secre", "secret", "Bearer secrets", "Bearer \xff"))]
+    right = {"Authorization": "Bearer secret", "Host": "any.name"}
+    with serving(key="secret") as server:
+        for path in ("/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/nope", "//"):
+            for headers in wrong:
+                got = server.ask(path, {"prompt": "a"} if "completions" in path else None, **headers)
+                assert (got.status, got.json["error"]["code"]) == (401, "invalid_api_key"), (path, headers)
+        assert [server.ask("/v1/models", **right).status, server.ask("/metrics", **right).status] == [200, 200]
+        assert server.ask("/v1/completions", {"prompt": "a"}, **right).status == 200
+        assert [server.ask(path).status for path in ("/", "/health")] == [200, 200]
+
+
+NAMES = ["prompt", "messages", "max_tokens", "n", "seed", "stop", "stream", "logprobs", "temperature", "top_k", "x"]
+KEYS = st.sampled_from(["role", "content", "text", "type"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
+    max_leaves=5,
+)
+RIGHT = st.fixed_dictionaries({}, optional={"prompt": st.just("a"), "max_tokens": st.integers(1, 3)})
+
+
+@given(chat=st.booleans(), right=RIGHT, wrong=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
+@settings(max_examples=80)
+def test_every_answer_is_200_or_openai_s_error(chat: bool, right: Any, wrong: Any, served: Served) -> None:
+    body = json.dumps({**right, **wrong}).encode()
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    status, content = asgi(served.app, path, body, method="POST", host=b"127.0.0.1")
+    if status == 200 and isinstance(content, dict):
+        assert content["choices"]
+    elif status != 200:
+        error = content["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert 400 <= status < 500, error
+        assert error["message"].isprintable()
+        assert "Traceback" not in error["message"]
+
+
+def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: Served) -> None:
+    calls: list[tuple[Any, str]] = [
+        (lambda: serve.main(host="0.0.0.0"), "can be reached by other machines: give --key"),
+        (lambda: serve.main(host="192.168.0.9"), "give --key"),
+        (lambda: serve.main(rows=0), "--rows 0 must be from 1"),
+        (lambda: serve.main(check=2), "--check 2 must be from 0 to 1"),
+        (lambda: serve.main(cache_gb=0), "--cache_gb 0 must be from 0.001"),
+        (lambda: serve.main(kv_cache="snapvk"), "did you mean snapkv"),
+        (lambda: serve.main(port=served.port), r"--port \d+: .*in use.*; choose another one"),
+    ]
+    assert unrefused(calls) == []

@@ -1,0 +1,263 @@
+"""The server under real HTTP: a text is what it is alone, whoever comes and leaves beside it."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Letters, Served, Slow, asgi, serving
+from tables import table
+from tiny import tiny_model
+
+from llama.serve.app import App
+from llama.serve.engine import Engine, fingerprint_of
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.3, "seed": 5, "top_k": 40},
+    {"temperature": 0.8, "seed": 6, "repetition_penalty": 1.3, "stop": "a"},
+    {"seed": 7, "min_p": 0.1, "stop": ["b", "\x05"]},
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(tokenizer=Letters(), cache_bytes=4000) as server:
+        yield server
+
+
+def alone(prompt: Any, max_tokens: int, **way: Any) -> dict[str, Any]:
+    """Return what the model writes without a server, with OpenAI's defaults."""
+    way = {"temperature": 1.0, "top_p": 1.0, **way}
+    (made,) = Slow().generate(Letters(), [prompt], max_tokens, logprobs=True, **way)  # type: ignore[arg-type]
+    return dict(made)
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_texts_of_many_clients_are_those_of_each_alone(served: Served) -> None:
+    """Whole and in pieces, with the cache on and off, with settings of their own, behind common beginnings."""
+    asked = [{"prompt": "Once upon a time, " * (i % 3) + str(i), "max_tokens": 9 + i, **WAYS[i % 4]} for i in range(12)]
+    got: dict[int, Any] = {}
+
+    def client(i: int) -> None:
+        how = {"logprobs": 0, "stream": i % 2 == 0, "kv_caching": i % 5 > 0}
+        got[i] = served.ask("/v1/completions", {**asked[i], **how})
+
+    clients = [threading.Thread(target=client, args=[i]) for i in range(len(asked))]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join()
+    for i, body in enumerate(asked):
+        expected = alone(**body)
+        parts = got[i].events if i % 2 == 0 else [got[i].json]
+        choices = [choice for part in parts for choice in part["choices"]]
+        assert "".join(choice["text"] for choice in choices) == expected["generation"]
+        assert [score for choice in choices for score in choice["logprobs"]["token_logprobs"]] == expected["logprobs"]
+        assert choices[-1]["finish_reason"] == expected["finish_reason"]
+        assert parts[-1]["usage"]["completion_tokens"] == len(expected["ids"])
+
+
+def test_usage_and_timings_state_the_tokens_that_were_fed_and_reused(served: Served) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 2
+    answers = [served.complete(prompt, max_tokens=4, temperature=0, kv_caching=on).json for on in (True, True, False)]
+    choices = [answer["choices"][0] for answer in answers]
+    assert len({choice["text"] for choice in choices}) == 1
+    fed = [(choice["timings"]["fed"], choice["timings"]["reused"]) for choice in choices]
+    assert fed == [(90 + 3, 0), (1 + 3, 89), (90 + 91 + 92 + 93, 0)]
+    counts = {"prompt_tokens": 90, "completion_tokens": 4, "total_tokens": 94}
+    assert answers[1]["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 89}}
+    assert min(choices[1]["timings"][name] for name in ("token_ms", "first_token_ms")) > 0
+
+
+def test_choices_have_consecutive_seeds_and_prompts_keep_their_order(served: Served) -> None:
+    answer = served.complete(["ab", [99, 100]], n=2, seed=3, max_tokens=6).json
+    made = answer["choices"]
+    assert [choice["index"] for choice in made] == [0, 1, 2, 3]
+    expected = [alone(prompt, 6, seed=seed)["generation"] for prompt in ("ab", "cd") for seed in (3, 4)]
+    assert [choice["text"] for choice in made] == expected
+    assert answer["usage"]["prompt_tokens"] == 4  # a prompt counts once
+
+
+def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) -> None:
+    dialog = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    body = {"messages": dialog, "seed": 1, "max_completion_tokens": 5, "logprobs": True, "model": "demo"}
+    whole = served.ask("/v1/chat/completions", body).json
+    prompt = "\x01user\x02\n\nHi\x03\x01assistant\x02\n\n"
+    text = alone(prompt, 5, seed=1)["generation"]
+    assert whole["choices"][0]["message"]["content"] == text
+    assert len(whole["choices"][0]["logprobs"]["content"]) == 5
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings_per_token": True}
+    *parts, usage = served.ask("/v1/chat/completions", streamed).events
+    choices = [part["choices"][0] for part in parts]
+    assert "".join(choice["delta"]["content"] for choice in choices) == text
+    assert [choice["delta"].get("role") for choice in choices] == ["assistant", None, None, None, None]
+    assert [choice["timings"]["made"] for choice in choices] == [1, 2, 3, 4, 5]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+
+
+# ---- clients that leave, and places ----------------------------------------------------------------------------------
+
+
+@table("how", [{"stream": True}, {"stream": False}, {"stream": True, "kv_caching": False}])
+def test_a_client_that_leaves_frees_its_row_before_the_next_step(how: dict[str, Any], served: Served) -> None:
+    """While its prompt is being fed, and while its text grows."""
+    model, engine = served.model, served.engine
+    for growing in (False, True):
+        model.gate.clear()
+        before = model.forwards
+        client = served.opened(prompt="Hello", max_tokens=300, seed=1, **how)
+        if growing:
+            model.seconds = 0.01
+            model.gate.set()
+            wait_for(lambda: model.forwards >= before + 3)  # noqa: B023
+            model.gate.clear()
+        wait_for(lambda: bool(engine._jobs or engine._uncached) and model.waits)
+        client.close()
+        wait_for(lambda: not served.app.replies)  # the engine is told during a forward
+        before, model.seconds = model.forwards, 0.0
+        model.gate.set()
+        served.until("num_requests_running", 0)
+        assert model.forwards == before + 1
+        assert engine._writer.texts.idle
+        assert [*engine._jobs, *engine._uncached] == []
+
+
+def wait_for(true: Any) -> None:
+    for _ in range(3000):
+        if true():
+            return
+        time.sleep(0.002)
+    raise AssertionError("it did not become true in 6 s")
+
+
+def test_more_texts_than_places_are_asked_to_try_again() -> None:
+    with serving(rows=1, queue=1) as server:
+        server.model.gate.clear()
+        clients = [server.opened(prompt="a", max_tokens=9) for _ in range(2)]
+        wait_for(lambda: len(server.app.replies) == 2)
+        got = server.complete("a")
+        assert (got.status, got.headers["retry-after"], got.json["error"]["type"]) == (429, "1", "rate_limit_error")
+        server.model.gate.set()
+        assert all(b'"finish_reason":"length"' in read_all(client) for client in clients)
+        wait_for(lambda: not server.app.replies)
+        assert server.complete("a").status == 200
+
+
+# ---- failures and the end --------------------------------------------------------------------------------------------
+
+
+def test_a_text_that_fails_or_takes_too_long_is_one_sentence() -> None:
+    with serving(time_limit=0.2) as server:
+        for stream in (True, False):
+            server.model.broken = OSError("one\nTraceback (most recent call last):\x1b[2J")
+            got = server.complete("a", stream=stream)
+            error = (got.events[-1] if stream else got.json)["error"]
+            assert error["type"] == "server_error"
+            assert error["message"] == r"one\nTraceback (most recent call last):\x1b[2J"
+            server.model.seconds = 0.02
+            late = server.complete("a", max_tokens=99, stream=stream)
+            error = (late.events[-1] if stream else late.json)["error"]
+            assert (error["code"], "--time_limit" in error["message"]) == ("timeout", True)
+            assert late.status == (200 if stream else 504)
+            server.model.seconds = 0.0
+            server.until("num_requests_running", 0)
+
+
+def test_an_error_of_the_engine_ends_all_texts_and_the_next_ones_are_served(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug\n\x1b")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.engine._writer, "add", broken)
+        assert served.complete("a").status == 500
+    monkeypatch.setattr(served.engine._writer, "step", broken)
+    assert served.complete("a").json["error"]["message"] == "the server failed; try again"
+    assert [record.getMessage() for record in caplog.records] == [r"all texts are dropped: RuntimeError: a bug\n\x1b"]
+    assert served.complete("a").status == 200
+
+
+def test_at_the_first_signal_texts_may_end_and_the_others_are_cancelled() -> None:
+    with serving(grace=0.3) as server:
+        server.model.seconds = 0.02
+        short, long = server.opened(prompt="a", max_tokens=3), server.opened(prompt="a", max_tokens=300, stream=True)
+        wait_for(lambda: len(server.app.replies) == 2)
+        server.server.handle_exit(15, None)
+        assert (server.complete("b").status, server.ask("/health").json["error"]["code"]) == (503, "ending")
+        assert b'"finish_reason":"length"' in read_all(short)
+        assert b'"code":"cancelled"' in read_all(long)
+        wait_for(lambda: not server.server.servers[0].is_serving())
+
+
+def read_all(client: Any) -> bytes:
+    data = b""
+    while b"[DONE]" not in data and b'"usage":{' not in data and b'"error"' not in data:
+        data += client.recv(65536)
+    return data
+
+
+def test_while_the_model_loads_health_is_503_and_then_200() -> None:
+    loaded = threading.Event()
+
+    def load() -> tuple[Any, Any]:
+        loaded.wait()
+        return Slow(), Letters()
+
+    engine = Engine(load)
+    app = App(engine, served="demo", key=None, hosts=["h"], places=1, time_limit=1)
+    assert [asgi(app, path)[1]["error"]["code"] for path in ("/health", "/v1/models")] == ["loading", "loading"]
+    loaded.set()
+    engine.ready.result(60)
+    assert asgi(app, "/health") == (200, {"status": "ok"})
+    engine.end()
+
+
+# ---- what it says of itself ------------------------------------------------------------------------------------------
+
+
+def test_ended_texts_are_generated_again_and_those_that_differ_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(check=1.0, cache_bytes=4000) as server:
+        for seed in range(3):
+            server.complete("The same long beginning, which all of them reuse", max_tokens=8, seed=seed)
+        server.complete("a", kv_caching=False)
+        server.until("texts_checked_total", 3)
+        assert server.metric("prefix_cache_hits_total") > 60
+        assert server.metric("texts_differed_total") == 0
+        drawn, calls = server.model.drawn, iter(range(99))
+        server.model.drawn = lambda ids: drawn(ids) + (1e-3 if next(calls) == 1 else 0) * drawn([1])
+        server.complete("12345678", max_tokens=3, temperature=0)
+        server.until("texts_checked_total", 4)
+        assert server.metric("texts_differed_total") == 1
+    assert "a text differs from the same text alone" in caplog.text
+
+
+def test_metrics_count_tokens_and_texts() -> None:
+    with serving() as server:
+        server.complete("abcdef", max_tokens=3, temperature=0)
+        names = ("prompt_tokens_total", "tokens_fed_total", "generation_tokens_total", "request_success_total")
+        assert [server.metric(name) for name in names] == [6, 8, 3, 1]
+        assert server.metric("time_to_first_token_seconds_count") == 1
+
+
+def test_models_names_the_model_and_its_execution(served: Served) -> None:
+    (model,) = served.ask("/v1/models").json["data"]
+    assert (model["id"], model["max_model_len"], model["execution"]) == ("demo", 400, "scripted")
+
+
+def test_a_fingerprint_names_weights_and_kind_where_other_texts_change_no_bit() -> None:
+    made = []
+    for kind, change in (("static", 0.0), ("paged", 0.0), ("static", 1e-3), ("static", 0.0)):
+        model = tiny_model().requires_grad_(False)
+        model.norm.weight[0] += change
+        assert fingerprint_of(model, Letters(), kind) is None
+        vars(model)["_exact"] = model.exact = True
+        made.append(fingerprint_of(model, Letters(), kind))
+    assert len(set(made)) == 3
+    assert made[0] == made[3]
+    assert re.fullmatch("fp_[0-9a-f]{32}", str(made[0]))
