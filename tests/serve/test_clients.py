@@ -1,0 +1,211 @@
+"""Public clients, signals to a process, a browser, and many clients that come, go, stall and send garbage."""
+
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import write_checkpoint
+from serving import Endless, Served, Slow, serving
+from test_texts_served import read_all, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def expected(prompt: str, max_tokens: int, seed: int) -> str:
+    how: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "seed": seed}
+    return Slow().generate(Endless(), [prompt], max_tokens, **how)[0]["generation"]  # type: ignore[arg-type]
+
+
+def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
+    openai = pytest.importorskip("openai")
+    with serving(key="secret") as served:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="secret", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["demo"]
+        how = {"model": "demo", "max_tokens": 8, "seed": 1}
+        made = client.completions.create(prompt="Hello", logprobs=0, **how)
+        assert made.choices[0].text == expected("Hello", 8, 1)
+        assert len(made.choices[0].logprobs.token_logprobs) == 8
+        stream = client.completions.create(prompt="Hello", stream=True, **how)
+        assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
+        dialog = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        chat = client.chat.completions.create(messages=dialog, extra_body={"top_k": 5, "kv_caching": False}, **how)
+        usage = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"top_k": 5}}
+        *chunks, last = client.chat.completions.create(messages=dialog, **usage, **how)
+        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == chat.choices[0].message.content
+        assert last.usage == chat.usage
+        assert last.usage.prompt_tokens_details.cached_tokens == 0
+        with pytest.raises(openai.BadRequestError, match="unknown field tone"):
+            client.completions.create(prompt="a", extra_body={"tone": 1}, **how)
+        with pytest.raises(openai.AuthenticationError, match="Authorization: Bearer KEY"):
+            client.with_options(api_key="wrong").models.list()
+        served.model.nan = True
+        with pytest.raises(openai.APIError, match="not finite"):
+            list(client.completions.create(prompt="a", stream=True, **how))
+
+
+def test_clients_that_come_go_stall_and_send_garbage_change_no_text_and_leave_no_bytes() -> None:
+    """For 20 seconds; every text that is whole is compared with the text alone."""
+    end, wrong, counts = time.monotonic() + 20, [], {"whole": 0, "left": 0, "garbage": 0, "stalled": 0, "full": 0}
+    with serving(rows=6, queue=10, cache_bytes=3000, check=0.1, time_limit=3.0) as served:
+
+        def client(number: int) -> None:
+            draw = random.Random(number)
+            while time.monotonic() < end:
+                prompt = "A beginning that many share, " * draw.randrange(3) + str(draw.random())[:6]
+                body = {"prompt": prompt, "max_tokens": draw.randint(1, 60), "seed": draw.randrange(4)}
+                kind = draw.choice(list(counts))
+                counts[kind] += 1
+                if kind in ("whole", "full"):
+                    got = served.complete(**body, stream=draw.random() < 0.5, kv_caching=draw.random() < 0.9)
+                    parts = [] if got.status != 200 else got.events if b"data: " in got.body[:6] else [got.json]
+                    text = "".join(choice["text"] for part in parts for choice in part.get("choices", []))
+                    ended = not any("error" in part for part in parts)
+                    if got.status not in (200, 429, 504) or (parts and ended and text != expected(**body)):
+                        wrong.append((body, got))
+                elif kind == "garbage":
+                    data = draw.randbytes(draw.randrange(300))
+                    if draw.random() < 0.5:
+                        data = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n" + data
+                    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+                        connection.sendall(data)
+                else:
+                    connection = served.opened(**body, stream=draw.random() < 0.7)
+                    time.sleep(draw.random() * (1.0 if kind == "stalled" else 0.05))
+                    connection.close()
+
+        clients = [threading.Thread(target=client, args=[number]) for number in range(24)]
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join()
+        served.until("num_requests_running", 0)
+        assert wrong == []
+        assert min(counts.values()) > 10
+        wait_for(lambda: served.metric("texts_checked_total") > 0)
+        assert served.metric("texts_differed_total") == 0
+        assert [*served.app.replies, *served.engine._jobs, *served.engine._uncached] == []
+        texts = served.engine._writer.texts
+        assert texts.idle
+        assert texts.predicted_bytes == texts._caches.kept_bytes <= 3000
+
+
+def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", max_seq_len=32768)
+    command = [sys.executable, "-m", "llama", "serve", "--ckpt_dir", str(path), "--port"]
+    process = subprocess.Popen(
+        [*command, "0", "--grace", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        address, _, about = process.stdout.readline().partition("  ")
+        assert about == "model, paged cache; Ctrl-C ends it\n"
+        served = Served(None, None, None, int(address.rpartition(":")[2]))
+        while served.ask("/health").status == 503:
+            time.sleep(0.1)
+        short, long = (
+            served.opened(prompt="a", max_tokens=5),
+            served.opened(prompt="a", max_tokens=30000, stream=True, temperature=0),
+        )
+        assert long.recv(65536)
+        process.send_signal(signal.SIGTERM)
+        assert b'"finish_reason":"' in read_all(short)
+        assert b'"code":"cancelled"' in read_all(long)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, "Traceback" in errors) == (0, False), errors
+        for connection in served.connections:
+            connection.close()
+    finally:
+        process.kill()
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
+SHIFTS = """
+window.shift = 0;
+const add = (list) => list.getEntries().forEach((one) => { window.shift += one.hadRecentInput ? 0 : one.value; });
+new PerformanceObserver(add).observe({ type: "layout-shift", buffered: true });
+"""
+FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("there is no Chromium with its driver here")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS.split(), f"user-data-dir={tmp_path}"]:
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def test_the_page_shows_what_a_token_costs_with_the_cache_and_without(browser: Any) -> None:
+    """By keyboard alone, at all widths, without a shift of the layout, an outside resource or an error."""
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def run(script: str) -> Any:
+        return browser.execute_script(script)
+
+    def press(*keys: str) -> None:
+        browser.switch_to.active_element.send_keys(*keys)
+
+    def text(name: str) -> str:
+        return str(run(f"return document.getElementById('{name}').textContent"))
+
+    def until(true: str) -> None:
+        WebDriverWait(browser, 60, 0.02).until(lambda _: run(f"return {true}"))
+
+    with serving(key="secret") as served:
+        served.model.args = served.model.args.__class__(vocab_size=128, max_seq_len=1000)
+        browser.get(f"http://127.0.0.1:{served.port}/")
+        run(SHIFTS)
+        until("document.getElementById('door').open")
+        press("secret", Keys.ENTER)
+        until("document.getElementById('byline').textContent.includes('scripted')")
+        run("document.getElementById('text').focus()")
+        served.model.seconds = 0.001
+        press("<b>Hello</b>", Keys.ENTER)
+        until("!document.getElementById('send').disabled && document.querySelectorAll('#log p').length === 2")
+        press(Keys.TAB, Keys.TAB)
+        run("document.getElementById('again').focus()")
+        press(Keys.ENTER)
+        until("document.getElementById('verdict').textContent.includes('The text is the same')")
+        assert run("return document.querySelector('#log .you').textContent") == "<b>Hello</b>"
+        assert run("return [...document.querySelectorAll('#log p')].slice(1).map((p) => p.textContent)[0]") == run(
+            "return [...document.querySelectorAll('#log p')].slice(2).map((p) => p.textContent)[0]"
+        )
+        fed = [int(text(f"fed-{side}").replace(",", "")) for side in ("on", "off")]
+        made = [int(text(f"made-{side}")) for side in ("on", "off")]
+        assert made == [300, 300]
+        prompt = fed[0] - 299
+        assert fed[1] == sum(range(prompt, prompt + 300))
+        assert text("reused-on") == "0"
+        assert "cache on" in str(run("return document.getElementById('chart').ariaLabel"))
+        assert run("return window.shift") < 0.01
+        for width in (360, 800, 1280):
+            screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+            assert run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth"), width
+            assert run(
+                "return [...document.querySelectorAll('th, td')].every((c) => c.scrollWidth <= c.clientWidth)"
+            ), width
+        assert [one for one in run("return performance.getEntriesByType('resource').map((one) => one.name)")
+                if not one.startswith(f"http://127.0.0.1:{served.port}/v1/")] == []  # fmt: skip
+        named = browser.find_elements("css selector", "#form button, #form input, #form textarea")
+        assert [one for one in named if not one.accessible_name.strip()] == []
+        assert [one for one in browser.get_log("browser") if "401" not in one["message"]] == []
