@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama.request import Request
 from llama.sampling import Sampler, row_streams
+from llama.speculation import Guesser
 
 
 class NonFiniteLogits(ValueError):
@@ -58,6 +59,7 @@ class Row:
     prompt_len: how many of them are the prompt's.
     max_new: the most tokens to generate.
     sampler: its settings, random stream and penalties.
+    guesser: guesses its next tokens; None without speculation, and with a penalty, which each token changes.
     ended: why it does not generate any more: a stop token or stop string, its maximum length, or an error.
     """
 
@@ -67,6 +69,7 @@ class Row:
     max_new: int
     stop_ids: frozenset[int]
     sampler: Sampler
+    guesser: Guesser | None = None
     logprobs: bool = False
     ended: Literal["stop", "length", "failed"] | None = None
 
@@ -95,11 +98,12 @@ class Batch:
     prefix_len: how many tokens of every row are cached before the first call.
     maybe_changed: True if code of the caller may have run since the last step.
     fed: the number of tokens that the model was fed.
+    proposed, accepted: how many of them were guesses, and how many of these were right.
     """
 
     def __init__(self, request: Request, vocab_size: int, *, prefix_len: int = 0) -> None:
         self.request, self.prefix_len = request, prefix_len
-        streams = row_streams(request.seed, len(request.prompts))
+        streams, penalty = row_streams(request.seed, len(request.prompts)), request.sampling.repetition_penalty != 1
         self.rows = [
             Row(
                 number=number,
@@ -108,6 +112,7 @@ class Batch:
                 max_new=max_new,
                 stop_ids=request.stop_ids,
                 sampler=Sampler(request.sampling, stream, prompt, vocab_size),
+                guesser=Guesser(request.speculate) if request.speculate is not None and not penalty else None,
                 logprobs=request.logprobs,
                 ended=None if max_new else "length",
             )
@@ -116,7 +121,7 @@ class Batch:
             )
         ]
         self.maybe_changed = True
-        self.fed = 0
+        self.fed = self.proposed = self.accepted = 0
 
     @property
     def cur_pos(self) -> list[int]:
@@ -153,6 +158,18 @@ class Batch:
         places = [place if not self.rows[place].ended else last.pop() for place in range(len(going))]
         self.rows = [self.rows[place] for place in places]
         return places
+
+    def guesses(self) -> list[list[int]]:
+        """Return a guess of each row's next tokens, which may be empty.
+
+        A guess leaves at least one token of the row's length to be chosen. The longest one, to which the others are
+        padded, ends before the positions that were reserved do.
+        """
+        capacity = max(row.prompt_len + row.max_new for row in self.rows) - max(self.cur_pos)
+        return [
+            [] if row.guesser is None else row.guesser.guess(row.ids, min(capacity, row.max_new - row.made - 1))
+            for row in self.rows
+        ]
 
     def draw(self) -> Tensor | None:
         """Return a random number of each row, (rows,) float64 on the CPU; None if no row draws any."""

@@ -9,19 +9,22 @@ know the architecture of a model or the kinds of its cache.
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from operator import add, sub
+from time import thread_time
 from typing import Any, Literal, Protocol, Self, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.args import ModelArgs
 from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
-from llama.request import Options, Step, check_scored, listing_options, make_request
+from llama.request import Options, Step, check_scored, check_speculation, listing_options, make_request
 from llama.rows import Rows
-from llama.sampling import choose_rows
+from llama.sampling import Sampler, choose_rows
+from llama.speculation import Width, accepted
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -49,14 +52,14 @@ class LanguageModel(Protocol):
 
 
 class PlainStepper:
-    """Makes the tokens of a batch by one call of the model per step; see `Stepper`."""
-
-    pending = 0
+    """Makes the tokens of a batch by one call of the model per step, or per guess of several; see `Stepper`."""
 
     def __init__(self, model: LanguageModel, batch: Batch, cache: Cache | None) -> None:
         self.model, self.batch, self.device = model, batch, model.device
         self.logits: Tensor | None = None
         self.cache = cache or made_cache(model, batch)
+        self.pending = 0
+        self.width: Width | None = None if batch.request.speculate is None else Width()
 
     def prefill(self) -> Iterator[Token]:
         """Feed all prompts in one pass; yield their tokens if `echo` is set."""
@@ -88,12 +91,92 @@ class PlainStepper:
         (row,) = other.batch.rows
         self.cache.join(other.cache, len(self.batch.rows), len(row.ids) - 1)
         self.batch.rows.append(row)
+        self.width = self.width or other.width
 
     def __iter__(self) -> Iterator[Chosen]:
         """Yield the choice of each step, first after the prompts, then after each row's newest token."""
+        yield self._choose()
         while True:
-            yield self._choose()
-            self._decode()
+            self.drop_ended()
+            yield from (self._step(),) if self.width is None else self._guessed(self.width)
+
+    def _guessed(self, width: Width) -> Iterator[Chosen]:
+        """Yield the choices of one call: of a step, or of guesses if these make more tokens a second."""
+        began, rows = thread_time(), self.batch.rows
+        guesses = self.batch.guesses()  # first: it updates the chances
+        guesses = width.cut(guesses, [0.0 if row.guesser is None else row.guesser.chance for row in rows])
+        made = self._verify(guesses) if any(guesses) else self._step()
+        width.took(len(rows) + sum(map(len, guesses)), thread_time() - began)
+        if isinstance(made, Chosen):
+            yield made
+        else:
+            yield from self._pending(*made)
+
+    def _step(self) -> Chosen:
+        """Feed every row's newest token, and choose the next."""
+        self._decode()
+        return self._choose()
+
+    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None]:
+        """Feed a guess behind every row's newest token; return the choices of as many steps as it was right, and one.
+
+        Rows whose guess is wrong earlier get None from the further steps. Every row's draws are back in its sampler:
+        `_pending` uses those of each step. The second result are the logits of these steps, if there is one row.
+        A choice that is not finite may come from a wrong token behind it, whose nan is multiplied by 0 in attention:
+        that row gets a step without a guess.
+        """
+        batch = self.batch
+        samplers = [row.sampler for row, guess in zip(batch.rows, guesses, strict=True) for _ in (None, *guess)]
+        drawn = [sampler.draw() for sampler in samplers]
+        logits = self._feed_guesses(guesses)
+        made = self._pick(logits, samplers, torch.tensor(drawn, dtype=torch.float64, device="cpu"))
+        batch.maybe_changed = False  # since the call; `_feed_guesses` has compared what it must
+        used: list[list[tuple[int | None, float | None]]] = []  # the choices of each row
+        begin = 0
+        for row, guess in zip(batch.rows, guesses, strict=True):
+            end = begin + 1 + len(guess)
+            row.sampler.put_back(drawn[begin:end])
+            right = accepted(guess, made.ids[begin:end])
+            batch.proposed, batch.accepted = batch.proposed + len(guess), batch.accepted + right
+            used.append(list(zip(made.ids[begin:end], made.logprobs[begin:end], strict=True))[: right + 1])
+            if guess and made.ids[begin + right] == -1:
+                row.guesser = None
+                used[-1].pop()
+            begin = end
+        choices = [Chosen(*zip(*step, strict=True)) for step in zip_longest(*used, fillvalue=(None, None))]
+        return choices, logits if len(guesses) == 1 else None
+
+    def _pending(self, choices: Sequence[Chosen], logits: Tensor | None) -> Iterator[Chosen]:
+        """Yield the choices of a call, up to a change of the model: the further ones come from the model before it.
+
+        Between two of them the samplers are as plain steps leave them.
+        """
+        before = self._model_now() if len(choices) > 1 else None
+        for step, chosen in enumerate(choices):
+            if step and self.batch.maybe_changed and self._model_now() != before:
+                break
+            for row, id in zip(self.batch.rows, chosen.ids, strict=True):
+                if id is not None:
+                    row.sampler.draw()
+            self.pending = len(choices) - 1 - step
+            self.logits = None if logits is None else logits[step : step + 1].clone()
+            yield chosen
+        self.pending = 0
+
+    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor:
+        """Feed every row's newest token and a guess; return the logits of all tokens, one row after the other."""
+        fed = [[row.ids[-1], *guess] for row, guess in zip(self.batch.rows, guesses, strict=True)]
+        starts, lengths = [pos - 1 for pos in self.batch.cur_pos], list(map(len, fed))
+        logits = self._feed(padded(fed, self.device), Rows.at(starts, lengths), "all")
+        return torch.cat([own[:length] for own, length in zip(logits, lengths, strict=True)])
+
+    def _pick(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor) -> Chosen:
+        """Return the choices from logits, (n, vocab), by n samplers and draws."""
+        return self.batch.outcome(choose_rows(logits, samplers, draws), logits)
+
+    def _model_now(self) -> object:
+        """Return a value that differs after a change of the model, except numbers written through `Tensor.data`."""
+        return state_of(self.model)
 
     def _choose(self) -> Chosen:
         """Choose the next token of every row from the logits."""
@@ -108,8 +191,7 @@ class PlainStepper:
             self.cache.select_rows(places)
 
     def _decode(self) -> None:
-        """Remove ended rows; then feed every row's newest token or, without a cache, its whole prefix."""
-        self.drop_ended()
+        """Feed every row's newest token or, without a cache, its whole prefix."""
         batch = self.batch
         prev_pos = [0] * len(batch.rows) if self.cache is None else [pos - 1 for pos in batch.cur_pos]
         lengths = list(map(sub, batch.cur_pos, prev_pos))
@@ -140,6 +222,25 @@ class PlainStepper:
         if begin and rows > 1 and self.cache is not None:
             self.cache.repeat_first_row(rows)
         return begin
+
+
+def state_of(model: object) -> list[object]:
+    """Return the identities of all attributes of a model's modules, and how often each of their tensors was written.
+
+    A tensor that was made in inference mode counts no writes: then no two results are equal.
+    """
+    found: list[object] = []
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        found += map(id, vars(module).values())
+        for parts in (module._parameters, module._buffers, module._modules, *_hooks(module)):
+            found += map(id, parts.values())
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            found.append(None if tensor is None else object() if tensor.is_inference() else tensor._version)
+    return found
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def made_cache(model: LanguageModel, batch: Batch) -> Cache | None:
@@ -257,11 +358,14 @@ def _batch(
         limits, caching = model.args, model.kv_caching
         request = make_request(limits, caching, prompts, max_gen_len, stop_ids, options, bound=empty.bound)
         check_scored(request, empty)
+        check_speculation(request, empty, model.ranks.size)
         return Batch(request, limits.vocab_size), None
     if prefix.model is not model:
         raise ValueError("prefix is a session of another model; give one of this model's")
     request = make_request(prefix.limits, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
     cache = prefix.cache_copy(kv_caching=request.kv_caching)
+    if cache is not None:
+        check_speculation(request, cache, model.ranks.size)
     return Batch(request, model.args.vocab_size, prefix_len=0 if cache is None else len(prefix.tokens)), cache
 
 

@@ -158,7 +158,8 @@ class Transformer(Switches, Generation, Sessions, Many):
         tokens: (bsz, seqlen) int64. start_pos: the position of the first column, an int or one per row. cache: the
         cache to read and extend, by default the model's own for this thread; None with `kv_caching` off. It must
         contain the positions before `start_pos`. logits: "last" computes the last token's only, (bsz, 1, vocab).
-        lengths: the number of tokens per row without padding on the right; "last" is the last of these. A `Rows` for
+        lengths: the number of tokens per row without padding on the right; "last" is the last of these, and the logits
+        of padding mean nothing. A `Rows` for
         `start_pos` has all of that. Raises ValueError for a call that the limits or the cache do not allow, and
         RuntimeError during another call with the same cache.
         """

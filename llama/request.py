@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypedDict, TypeVar
 import torch
 
 from llama.args import ModelArgs
-from llama.kv_cache import Cache
+from llama.kv_cache import Cache, check_lossless
 from llama.sampling import Sampling, row_streams, whole_number
+from llama.speculation import Proposer, check_speculate
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,7 +26,8 @@ class Step:
 
     rows: the numbers of these rows.
     prev_pos, cur_pos: the first position that is fed of each row, and the end of the row.
-    ids: the tokens of each row from prev_pos up to, not including, cur_pos.
+    ids: the tokens of each row from prev_pos up to, not including, cur_pos. With `speculate` a step may feed a guess
+        behind the newest token: then cur_pos is its end, and the next step begins behind the tokens that were right.
     cache: the cache that is fed; None with the switch off.
     """
 
@@ -63,6 +65,7 @@ class Options(TypedDict, total=False):
     kv_caching (None): None follows the model's setting; True and False apply to this call.
     kv_cache (None): the kind of cache for this call, NAME or NAME:PARAMS; None follows the model's.
     share_prefix (False): feed a common beginning once, unless the kind of cache has `whole_prompt`; no text changes.
+    speculate (None): guess tokens by "lookup", or "lookup:N" for at most N; see `llama.speculation`; no text changes.
     prefix (None): a session of the model; every row continues its text, which is cached and not fed again.
     device (None): the device on which the model must be; nothing is moved.
     on_step (None): a function that is called before each step with its input, a `Step`.
@@ -79,6 +82,7 @@ class Options(TypedDict, total=False):
     kv_caching: bool | None
     kv_cache: str | None
     share_prefix: bool
+    speculate: str | Callable[[], Proposer] | None
     prefix: Prefix | None
     device: torch.device | str | None
     on_step: Callable[[Step], None] | None
@@ -114,6 +118,7 @@ class Request:
     on_step: Callable[[Step], None] | None = None
     kv_cache: str | None = None
     share_prefix: bool = False
+    speculate: str | Callable[[], Proposer] | None = None
 
     @property
     def shared(self) -> int:
@@ -164,6 +169,9 @@ def make_request(
     caching = kv_caching if switch is None else switch
     if rest.get("share_prefix") and not caching:
         raise ValueError("share_prefix=True needs the KV cache, which is off: the cache stores what is fed once")
+    check_speculate(rest.get("speculate"))
+    if rest.get("speculate") is not None and not caching:
+        raise ValueError("speculate needs the KV cache, which is off: switch it on, or leave out speculate")
     ids = _rows_of_ids("the prompts", prompts)
     (stops,) = _rows_of_ids("stop_ids", [stop_ids])
     _check_prompts(limits, ids)
@@ -241,3 +249,12 @@ def check_scored(request: Request, cache: Cache) -> None:
                 f"{_name(row, request.prompts)} has {len(prompt)} tokens, whose log-probabilities depend on positions "
                 f"that this cache drops: it holds {bound}; shorten the prompt, or choose another kind of cache"
             )
+
+
+def check_speculation(request: Request, cache: Cache, ranks: int) -> None:
+    """Raise ValueError if the request speculates and the cache is lossy, or if `ranks` processes share the model."""
+    if request.speculate is None:
+        return
+    if ranks > 1:
+        raise ValueError(f"speculate needs one process, and {ranks} share this model; leave out speculate")
+    check_lossless(cache.layers, "speculation")

@@ -21,8 +21,9 @@ from llama.batch import Batch, Token
 from llama.generation import LanguageModel, make_stepper
 from llama.kv_cache import Cache, check_lossless
 from llama.locked import locked
-from llama.request import Options, common_beginning, listing_options, make_request
+from llama.request import Options, check_speculation, common_beginning, listing_options, make_request
 from llama.rows import Rows
+from llama.speculation import MOST
 from llama.stepper import inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
@@ -211,6 +212,7 @@ class Session:
         stops = self.tokenizer.stop_tokens
         caching, bound = self.model.kv_caching, self.bound
         request = make_request(self.limits, caching, [self.tokens], max_gen_len, stops, options, bound=bound)
+        check_speculation(request, self.cache, self.model.ranks.size)
         batch = Batch(request, self.limits.vocab_size)
         stream = Stream(self._tokens(batch), batch, self.tokenizer, [list(self.tokens)], stop)
         return SessionStream(self, stream, kv_caching=request.kv_caching)
@@ -274,7 +276,7 @@ class Session:
     def _tokens(self, batch: Batch) -> Generator[Token, None, None]:
         """Generate tokens, add them to the text and yield them."""
         model = self.model.with_kv_caching(batch.request.kv_caching)
-        known = self._is_known(model)
+        known, guessed = self._is_known(model), 0 if batch.request.speculate is None else MOST
         batch.prefix_len = 0 if known else self._begin(len(self.tokens))
         stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
         if known:
@@ -284,7 +286,8 @@ class Session:
             yield from stepper.prefill()
         for chosen in stepper:
             self.fed, batch.fed = self.fed + batch.fed, 0
-            self._cached_len = self._written = len(self.tokens) * model.kv_caching
+            self._cached_len = len(self.tokens) * model.kv_caching
+            self._written = self._cached_len + guessed  # a wrong guess stays behind the text until it is overwritten
             self._logits = stepper.logits
             for token in batch.record(chosen):
                 self._logits = None
@@ -292,7 +295,7 @@ class Session:
                 yield token
             if not batch.goes_on:
                 return
-            self._written = len(self.tokens) * model.kv_caching  # the next step feeds the newest token
+            self._written = (len(self.tokens) + guessed) * model.kv_caching  # the next step feeds the newest token
 
     def _feed(self, ids: list[int], prompt_ends: bool | None = None, *, kv_caching: bool | None = None) -> int:
         """Feed those of these ids that are not cached; the ids begin with the text. Return the number fed."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from llama.batch import Batch, Chosen, Token
 from llama.kv_cache import Cache
 from llama.rows import Rows
+from llama.speculation import Width
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -26,13 +27,15 @@ class Stepper(Protocol):
     """Makes the tokens of one batch.
 
     cache: the cache that it feeds; None with the switch off. logits: those after each row in the batch, (rows, vocab),
-    from which the next tokens are chosen; None while they are not known. pending: how many further choices the last
-    forward has made: until they are yielded, no row may join.
+    from which the next tokens are chosen; None while they are not known. pending: how many further choices of the last
+    call are still to be yielded; only at 0 does the cache end where the rows do, so that others may join. width: how
+    much of the rows' guesses is fed; None: nothing is guessed.
     """
 
     cache: Cache | None
     logits: Tensor | None
     pending: int
+    width: Width | None
 
     def prefill(self) -> Iterator[Token]:
         """Feed the prompts; yield their tokens if `echo` is set."""
@@ -50,8 +53,8 @@ LONG = 128  # tokens per thread from which a prompt is long
 class CallKind(NamedTuple):
     """A kind of call whose path is chosen by itself.
 
-    prompt: it has several tokens per row. many: it has more than FEW_ROWS rows. long: it is a prompt of at least LONG
-    tokens per thread.
+    prompt: it has several tokens per row, and does not verify guesses, which takes the place of steps. many: it has more
+    than FEW_ROWS rows. long: it is a prompt of at least LONG tokens per thread.
     """
 
     prompt: bool

@@ -98,6 +98,11 @@ class Stream(Iterator[tuple[int, str]]):
             for result in self.results:
                 result["logprobs"] = []
 
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """How many tokens were guessed and fed so far, and how many of them were right."""
+        return self._batch.proposed, self._batch.accepted
+
     def __next__(self) -> tuple[int, str]:
         piece = self.advance()
         if piece is None:

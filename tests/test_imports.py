@@ -28,7 +28,7 @@ FILES = [
 # The core: the model, its cache, the loop. It knows no folder but kv_cache and ranks, except where its row says so.
 CORE = (
     "args rope ops layers rows locked kv_cache ranks switches model "
-    "batch generation sampling request streaming session stepper texts text_caches many"
+    "batch generation sampling request speculation streaming session stepper texts text_caches many"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -42,14 +42,15 @@ MAY_IMPORT = {
     "llama/kv_cache/published.py": ("kv_cache untrusted.files untrusted.json_object", "torch"),
     "llama/kv_cache/": ("args locked ops rope rows kv_cache", "torch"),
     "llama/sampling.py": ("", "torch"),
-    "llama/request.py": ("args kv_cache sampling", "torch"),
-    "llama/batch.py": ("request sampling", "torch"),
+    "llama/speculation.py": ("", ""),
+    "llama/request.py": ("args kv_cache sampling speculation", "torch"),
+    "llama/batch.py": ("request sampling speculation", "torch"),
     "llama/streaming.py": ("batch", ""),
-    "llama/stepper.py": ("batch kv_cache rows", "torch"),
-    "llama/generation.py": ("args batch kv_cache ranks request rows sampling stepper streaming", "torch"),
+    "llama/stepper.py": ("batch kv_cache rows speculation", "torch"),
+    "llama/generation.py": ("args batch kv_cache ranks request rows sampling speculation stepper streaming", "torch"),
     "llama/switches.py": ("args exact.switch host.cores kv_cache ops ranks rope rows stepper", "torch"),
     "llama/session.py": (
-        "args batch generation kv_cache locked request rows sessions stepper streaming untrusted.words",
+        "args batch generation kv_cache locked request rows sessions speculation stepper streaming untrusted.words",
         "torch",
     ),
     "llama/text_caches.py": ("batch generation kv_cache request", ""),
@@ -96,6 +97,7 @@ MAY_IMPORT = {
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
     "llama/quality/": ("host.progress kv_cache model", "torch"),
     "llama/verify/verdict.py": ("host verify", ""),
+    "llama/verify/guesses.py": ("batch generation model request speculation", "torch"),
     "llama/verify/": ("batch many model request session sessions streaming texts verify", "torch"),
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     "llama/serve/requests.py": ("request sampling untrusted", ""),

@@ -67,6 +67,7 @@ def main(
     kv_caching: bool = True,
     kv_cache: str = "static",
     share_prefix: bool = False,
+    speculate: str | None = None,
     fast: bool | None = None,
     quantize: str = "auto",
     activations: int = 16,
@@ -107,6 +108,8 @@ def main(
             concat, duo-attention, expected-attention, fp8, h2o, int4, int8, keydiff, kivi, knorm, lagkv, paged,
             pyramidkv, quest, random, rotated, snapkv, static, tova and window, which llama-kv kinds describes.
         share_prefix: Feed the common prefix of all prompts once.
+        speculate: lookup guesses tokens that followed the same tokens before, and verifies several at once if that is
+            faster; no text changes with --fast or --exact. lookup:N guesses at most N.
         fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
             By default on with chat or prompt_file, except with watch, exact, several ranks, or on a GPU.
         quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
@@ -136,7 +139,7 @@ def main(
     longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     sampling["repetition_penalty"] = repetition_penalty
-    modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix}
+    modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix, "speculate": speculate}
     check_options(len(texts) or 1, longest, stop, {**sampling, **modes}, max_batch_size=max_batch_size)
     from llama.api import load, pick_device
     from llama.ranks import torchrun
@@ -170,10 +173,11 @@ def main(
     if conversation:
         from llama.cli.terminal import TerminalChat
 
-        return TerminalChat(model, tokenizer, **writing).run(about)
+        return TerminalChat(model, tokenizer, speculate=speculate, **writing).run(about)
     asked = as_messages(texts, tokenizer) if chat else texts
-    on_step = Trace(tokenizer) if trace else None
-    pieces = model.stream(tokenizer, asked, share_prefix=share_prefix, on_step=on_step, **writing)
+    on_step = Trace(tokenizer, guesses=speculate is not None) if trace else None
+    how: Options = {"share_prefix": share_prefix, "speculate": speculate, "on_step": on_step}
+    pieces = model.stream(tokenizer, asked, **how, **writing)
     code = complete(model, texts, pieces, about, live=stream)
     if watch is not None and code == 0:
         console.put(write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), **writing))
@@ -241,7 +245,9 @@ def complete(model: "Transformer", texts: list[str], pieces: "Stream", about: st
         ranks = f", {model.ranks.size} ranks" if model.ranks.size > 1 else ""
         tokens = sum(len(result["ids"]) for result in pieces.results)
         speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
-        console.put(f"{speed}, prompts included (batch {len(texts)}, {about}{ranks})")
+        proposed, accepted = pieces.guesses
+        guesses = f", {accepted} of {proposed} guessed tokens right" if proposed else ""
+        console.put(f"{speed}, prompts included{guesses} (batch {len(texts)}, {about}{ranks})")
     return code
 
 
@@ -378,13 +384,20 @@ def show(texts: list[str], pieces: "Stream", *, live: bool) -> int:
 
 
 class Trace:
-    """Prints the tokens that each step is fed, for every active row."""
+    """Prints the tokens that each step is fed, for every active row, and how many of the last guess were right."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
-        self.tokenizer, self.step = tokenizer, 0
+    def __init__(self, tokenizer: "Tokenizer", *, guesses: bool = False) -> None:
+        self.tokenizer, self.step, self.guesses = tokenizer, 0, guesses
+        self.guessed: dict[int, tuple[int, int]] = {}  # by row: where the last guess began, and its tokens
 
     def __call__(self, step: "Step") -> None:
         console.put(f"step {self.step}")
+        for row, prev_pos, cur_pos in zip(step.rows, step.prev_pos, step.cur_pos, strict=True):
+            begin, count = self.guessed.pop(row, (0, 0))
+            if count:
+                console.put(f"  row {row}: {prev_pos - begin} of {count} guessed tokens were right")
+            if self.guesses and self.step > 1 and cur_pos - prev_pos > 1:  # prompts are at most two steps
+                self.guessed[row] = prev_pos + 1, cur_pos - prev_pos - 1
         self.step += 1
         for row, prev_pos, cur_pos, ids in zip(step.rows, step.prev_pos, step.cur_pos, step.ids, strict=True):
             console.put(

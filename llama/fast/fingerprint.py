@@ -137,6 +137,13 @@ class Snapshot:
             and self._same_tensors()
         )
 
+    def writes(self) -> list[object]:
+        """Return how often each weight was written, except through `Tensor.data`.
+
+        PyTorch does not count this for tensors that were made in inference mode: then no two results are equal.
+        """
+        return [object() if one.is_inference() else one._version for one in self._tensors_now()]
+
     def memory(self) -> list[UntypedStorage] | None:
         """Return the memory of all weights, which stays allocated as long as the list; None if a weight has moved."""
         tensors = self._tensors_now()
@@ -212,6 +219,10 @@ class Descriptions(Generic[Description]):
         if memory is None:
             raise Unsupported("another thread moves the model's weights")
         return Described(known[1], memory)
+
+    def writes(self, model: Transformer) -> list[object]:
+        """Return how often each weight of a described model was written, see `Snapshot.writes`."""
+        return self._known[original_of(model)][0].writes()
 
     def _verdict(self, model: Transformer) -> Description | Unsupported:
         try:

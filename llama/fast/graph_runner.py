@@ -231,6 +231,9 @@ class GraphStepper(PlainStepper):
         self, runner: GraphRunner, model: Transformer, batch: Batch, buffers: DecodeBuffers, given: Cache | None
     ) -> None:
         super().__init__(model, batch, given or buffers.cache)
+        if self.width is not None:
+            self.width = None
+            logger.info("fast: CUDA graphs have no calls of several tokens a row, so nothing is guessed")
         self._runner, self._buffers = runner, buffers
         self._end = finalize(self, runner.in_use.release)  # called once, at the latest when this object is freed
 

@@ -78,11 +78,8 @@ class NativeCache:
         self._index: list[Tensor] = []  # tables or runs, at the layers' addresses
         self._bases: Tensor | None = None
 
-    def reserve(self, model: NativeModel, cache: Cache, rows: Rows, *, whole: bool) -> CacheRoom:
-        """Allocate in every layer what a call will write. Raises Unsupported, and the errors of `update`.
-
-        whole: whether the logits of all tokens are computed, also those of padding.
-        """
+    def reserve(self, model: NativeModel, cache: Cache, rows: Rows) -> CacheRoom:
+        """Allocate in every layer what a call will write. Raises Unsupported, and the errors of `update`."""
         layers, kind = cache.layers, served_as(type(cache.layers[0]))
         assert kind is not None  # see `check_cache`
         if layers[0].observes and (rows.width > 1 or 0 in rows.starts or rows.prompt_ends):
@@ -101,8 +98,6 @@ class NativeCache:
         first = layouts[0]
         if first is None or None in layouts:
             raise _observes(layers[0])
-        if whole and first.table and any(length < rows.width for length in rows.lengths):
-            raise Unsupported("a paged cache does not store padding, and the logits of padding were asked for")
         if not (layouts == self._layouts and self._unchanged(model, layers)):
             self._write(model, layers, cast(list[NativeLayout], layouts))
         for layer in layers:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
@@ -87,7 +88,9 @@ class NativeCall:
     whole: the call computes the logits of all tokens.
     invariant: a token's bits do not depend on how many tokens of its row are fed, so a prompt has those of its steps.
     cache: the memory reserved for the call; None: it uses no cache.
-    logits: (rows, width or 1, vocab), of the last run, until the next.
+    logits: those of every row's last token, (rows, vocab), or of all tokens, one row after the other and without
+    padding, (tokens, vocab); of the last run, until the next.
+    cos_sin: the angles of `positions`.
     can_repeat: every id that the head can choose has an embedding.
     positions: how many positions the RoPE table covers.
     """
@@ -105,18 +108,17 @@ class NativeCall:
     ) -> None:
         self.described, self.cache = described, cache
         self._model = described.description
-        bsz, width = len(rows.starts), rows.width
-        shape = (bsz, width if whole else 1, self._model.output.columns)
+        self._rows, self._whole, bsz = rows, whole, len(rows.starts)
+        shape = (sum(rows.lengths) if whole else bsz, self._model.output.columns)
         self.logits = torch.empty(shape, dtype=torch.float32, device="cpu")
         self.can_repeat, self.positions = shape[-1] <= self._model.vocab_size, len(cos_sin[0])
         numbers = c_int64 * bsz
-        self._starts, self._fed = numbers(*rows.starts), numbers.from_address(ids.data_ptr())  # one token of each row
-        kept = numbers(*rows.lengths)
-        lengths = numbers(*[width] * bsz) if whole else kept
-        self._memory = cos_sin, ids, lengths, kept
+        self._starts, self._fed = numbers(*rows.starts), (c_int64 * ids.numel()).from_address(ids.data_ptr())
+        lengths = numbers(*rows.lengths)
+        self.cos_sin, self._memory = cos_sin, (ids, lengths)
         self._batch = NativeBatch(
             rows=bsz,
-            width=width,
+            width=rows.width,
             tokens=ids.data_ptr(),
             starts=addressof(self._starts),
             lengths=addressof(lengths),
@@ -129,7 +131,7 @@ class NativeCall:
             groups=Groups() if cache is None else cache.groups,
             bases=None if cache is None or cache.bases is None else cache.bases.data_ptr(),
             pages=0 if cache is None else cache.pages,
-            kept=addressof(kept),
+            kept=addressof(lengths),
             invariant=invariant,
             logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),
@@ -137,13 +139,26 @@ class NativeCall:
         self._workspace, self._room = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
 
     def feed(self, ids: Sequence[int], starts: Sequence[int]) -> None:
-        """Set the tokens, one of each row, and their positions for the next run."""
+        """Set the tokens, (rows, width) as one list, and the starts of the rows for the next run."""
         self._fed[:] = [*ids]
         self._starts[:] = [*starts]
+
+    @property
+    def padded(self) -> Tensor:
+        """The logits as the model returns them, (rows, width or 1, vocab); those of padding are 0."""
+        rows, vocab = self._rows, self.logits.shape[-1]
+        if not self._whole or set(rows.lengths) == {rows.width}:
+            return self.logits.view(len(rows.starts), -1, vocab)
+        return pad_sequence(list(torch.split(self.logits, list(rows.lengths))), batch_first=True)
 
     def choose_by(self, choice: Choice) -> None:
         """Make every run choose tokens too. The caller keeps `choice` in memory."""
         self._batch.choice = addressof(choice)
+
+    def take_memory(self, other: "NativeCall") -> None:
+        """Compute in the memory of another call, which does not run any more."""
+        self._workspace, self._room, other._room = other._workspace, other._room, 0
+        self._batch.workspace = self._workspace.data_ptr()
 
     def run(self, native: NativeForward) -> None:
         """Compute the logits, and choose."""
@@ -186,7 +201,7 @@ class NativeSampler:
 
     def __init__(self, run: Callable[[NativeCall], None], call: NativeCall, batch: Batch) -> None:
         self._run, self._call, self._batch = run, call, batch
-        self.logits = call.logits[:, 0]
+        self.logits = call.logits
         rows, vocab = self.logits.shape
         self._no_logprobs = list[float | None]([None] * rows)
         self._choice = None

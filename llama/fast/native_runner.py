@@ -1,18 +1,18 @@
 """The fast runner of a CPU: a whole forward, prompts too, as one native function over the model's weights and cache."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from llama.args import Refused
-from llama.batch import Batch, Chosen
+from llama.batch import Batch, Chosen, padded
 from llama.fast.fingerprint import Described, Descriptions
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import NativeCache, check_cache, stored_ends
@@ -31,6 +31,8 @@ from llama.switches import check_call
 
 logger = logging.getLogger(__name__)
 
+Fed = TypeVar("Fed")
+
 
 class NativeRunner:
     """Run a forward as one native function, over the model's own weights and a text's cache.
@@ -44,7 +46,7 @@ class NativeRunner:
     other bits.
     invariant: if set, as in exact mode, a token's bits do not depend on how many tokens of its row are fed: a prompt
     has those of its steps. Otherwise tiles of a CPU with AMX may compute prompts of packed weights.
-    watch: called before each step of a stepper with the number of rows, and 1.
+    watch: called before each step of a stepper with the number of rows, and 1, or more with guesses.
     """
 
     name = "native"
@@ -75,7 +77,7 @@ class NativeRunner:
         if call is None:
             return None
         self.run(call)
-        return call.logits
+        return call.padded
 
     def stepper(self, model: Transformer, batch: Batch, cache: Cache | None) -> "NativeStepper | None":
         """Return a stepper for the batch, or None if each step has to be a call of the model."""
@@ -113,6 +115,14 @@ class NativeRunner:
         vectors = native.activations or not native.bfloat16  # in an invariant call
         return None if vectors and (self.invariant or self.exact) else self._native.tiles(native)
 
+    def state(self, model: Transformer) -> object:
+        """Return a value that differs after a change of the model, except numbers written through `Tensor.data`."""
+        try:
+            description = self._descriptions.of(model).description
+        except Unsupported:
+            return object()
+        return description, self._descriptions.writes(model), self.may_step(model), caching_of(model), model.source
+
     def cache_of(self, cache: Cache) -> NativeCache:
         """Return the cache as native code reads it."""
         known = self._caches.get(cache)
@@ -128,6 +138,7 @@ class NativeRunner:
         cache: Cache | None,
         *,
         whole: bool = False,
+        steps: bool = False,
         described: Described[NativeModel] | None = None,
     ) -> NativeCall | None:
         """Return a call with memory in the cache, or None if the plain path has to compute it; log the reason once.
@@ -135,9 +146,10 @@ class NativeRunner:
         A call of a kind in `plain` logs nothing.
 
         whole: compute the logits of all tokens.
+        steps: the call takes the place of steps, whose path it has to take.
         described: the model's description, if no other code has run since; None: the model is compared again.
         """
-        if CallKind.of(len(rows.starts), rows.width) in self.plain and not self.exact:
+        if CallKind.of(len(rows.starts), 1 if steps else rows.width) in self.plain and not self.exact:
             return None
         try:
             described = self._described(model, cache) if described is None else described
@@ -148,12 +160,12 @@ class NativeRunner:
             cos_sin = _rotations(model, rows.end, described.description)
             room = None
             if cache is not None:
-                room = self.cache_of(cache).reserve(described.description, cache, rows, whole=whole)
+                room = self.cache_of(cache).reserve(described.description, cache, rows)
         except Unsupported as why:
             self._check_leaving(why)
             self._warn(why)
             return None
-        invariant = self.invariant or bool(self.exact)
+        invariant = steps or self.invariant or bool(self.exact)
         return NativeCall(described, ids, rows, cos_sin, room, whole=whole, invariant=invariant)
 
     def _described(self, model: Transformer, cache: Cache | None) -> Described[NativeModel]:
@@ -200,18 +212,11 @@ class NativeStepper(PlainStepper):
         assert self.cache is not None
         self._runner, self._cache, self._native_cache = runner, self.cache, runner.cache_of(self.cache)
         self._described: Described[NativeModel] | None = None  # valid until other code may have run
+        self._native = True  # until the plain path continues
+        self._guess: NativeCall | None = None  # the last one that verified guesses
         # Of the stretch:
         self._left = 0  # steps
         self._ends: list[list[int]] = []  # where the cache stores the end of each row
-
-    def __iter__(self) -> Iterator[Chosen]:
-        """Yield the tokens of each step: from the prompts' logits, then by native calls, then by plain steps."""
-        yield self._choose()
-        while (chosen := self._step()) is not None:
-            yield chosen
-        while True:
-            self._decode()
-            yield self._choose()
 
     def join(self, other: PlainStepper) -> None:
         super().join(other)
@@ -222,23 +227,28 @@ class NativeStepper(PlainStepper):
             super().drop_ended()
             self._left = 0
 
-    def _step(self) -> Chosen | None:
-        """Feed every row's newest token and choose the next; return None if the plain path has to."""
-        batch, cache = self.batch, self._cache
-        self.drop_ended()
+    def _step(self) -> Chosen:
+        batch = self.batch
         starts, newest = [pos - 1 for pos in batch.cur_pos], [row.ids[-1] for row in batch.rows]
-        if (batch.maybe_changed or self._described is None) and not self._may_continue():
-            return None
-        chosen = cache.feed(self._source, starts, partial(self._computed, starts, newest))
-        if chosen is not None:
-            batch.fed += len(starts)
-            self.logits = self._sampler.logits
+        chosen = self._fed_natively(starts, partial(self._computed, starts, newest))
+        if chosen is None:
+            return super()._step()
+        batch.fed += len(starts)
+        self.logits = self._sampler.logits
         return chosen
+
+    def _fed_natively(self, starts: list[int], compute: Callable[[], Fed | None]) -> Fed | None:
+        """Return `compute()`, which feeds the cache from `starts` on; None, now and from now on, for the plain path."""
+        if not self._native:
+            return None
+        changed = self.batch.maybe_changed or self._described is None
+        made = self._cache.feed(self._source, starts, compute) if not changed or self._may_continue() else None
+        self._native = made is not None
+        return made
 
     def _computed(self, starts: list[int], newest: list[int]) -> Chosen | None:
         """Return what a step chooses; None if the plain path has to."""
-        # The buffers may have moved: a fork in another thread may enlarge the pool that it shares.
-        if self._left and not (self._shared and self._native_cache.moved(self._cache, self._room)):
+        if self._can_step():
             self._left -= 1
             self._call.feed(newest, starts)
             for ends in self._ends:
@@ -248,6 +258,10 @@ class NativeStepper(PlainStepper):
         if self._runner.watch is not None:
             self._runner.watch(len(starts), 1)
         return self._sampler()
+
+    def _can_step(self) -> bool:
+        """Return True if memory is reserved for a step, and has not moved: another thread may enlarge a shared pool."""
+        return bool(self._left) and not (self._shared and self._native_cache.moved(self._cache, self._room))
 
     def _may_continue(self) -> bool:
         """Check what a call of the model would: other code may have run. Return True if native code continues."""
@@ -262,6 +276,60 @@ class NativeStepper(PlainStepper):
         """Return the tokens and rows of a step."""
         starts = [pos - 1 for pos in self.batch.cur_pos]
         return self.batch.tokens(starts, self.device), Rows.at(starts, [1] * len(starts))
+
+    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor:
+        batch = self.batch
+        fed = [[row.ids[-1], *guess] for row, guess in zip(batch.rows, guesses, strict=True)]
+        rows = Rows.at([pos - 1 for pos in batch.cur_pos], list(map(len, fed)))
+        logits = self._fed_natively(list(rows.starts), partial(self._logits_of, padded(fed, self.device), rows))
+        if logits is None:
+            return super()._feed_guesses(guesses)
+        batch.fed += sum(rows.lengths)
+        return logits
+
+    def _logits_of(self, tokens: Tensor, rows: Rows) -> Tensor | None:
+        """Return the logits of all tokens of a call; None if the plain path has to compute them."""
+        call = self._call_of(tokens, rows)
+        if call is None or not call.can_repeat:
+            return None
+        if self._guess is not None:
+            call.take_memory(self._guess)
+        self._guess, self._described = call, call.described
+        if self._runner.watch is not None:
+            self._runner.watch(len(rows.starts), rows.width)
+        self._runner.run(call)
+        return call.logits
+
+    def _call_of(self, tokens: Tensor, rows: Rows) -> NativeCall | None:
+        """Return a call in the memory of the stretch, or in memory that is reserved for this call alone."""
+        if not self._can_step() and self._cache.layers[0].steps_left(rows.starts) >= rows.width:
+            self._begin_stretch()
+        if self._left >= rows.width and self._can_step():
+            described, cos_sin = self._call.described, self._call.cos_sin
+            ids = _ids(tokens, described.description)
+            return NativeCall(described, ids, rows, cos_sin, self._room, whole=True, invariant=True)
+        self._left = 0
+        return self._runner.prepare(
+            self.model, tokens, rows, self._cache, whole=True, steps=True, described=self._described
+        )
+
+    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None]:
+        choices, logits = super()._verify(guesses)
+        self._left = max(0, self._left - len(choices))
+        return choices, logits
+
+    def _pick(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor) -> Chosen:
+        if not self._native or any(sampler.seen is not None for sampler in samplers):
+            return super()._pick(logits, samplers, draws)
+        ids = self._runner.choose(logits, samplers, draws)
+        if min(ids) < 0:
+            return super()._pick(logits, samplers, draws)
+        if any(row.logprobs for row in self.batch.rows):
+            return self.batch.outcome(torch.tensor(ids, device="cpu"), logits)
+        return Chosen(ids, [None] * len(ids))
+
+    def _model_now(self) -> object:
+        return self._runner.state(self.model) if self._native else super()._model_now()
 
     def _begin_stretch(self) -> bool:
         """Prepare a call for the next steps; return True if native code runs them."""

@@ -523,11 +523,11 @@ def last_call(prompts: Sequence[int], ends: Sequence[int]) -> tuple[int, int]:
     return len(last), max(last)
 
 
-def check_lossless(caches: Sequence[KVCache]) -> None:
-    """Raise ValueError if a cache is lossy: exact mode needs all keys and values to the bit."""
+def check_lossless(caches: Sequence[KVCache], what: str = "exact mode") -> None:
+    """Raise ValueError if a cache is lossy: exact mode and speculation need all keys and values to the bit."""
     for cache in caches:
         if not cache.lossless:
             raise ValueError(
-                f"exact mode needs a lossless cache, and kv_cache={cache.args.kv_cache!r} drops or rounds keys and "
+                f"{what} needs a lossless cache, and kv_cache={cache.args.kv_cache!r} drops or rounds keys and "
                 "values; choose static, concat or paged"
             )

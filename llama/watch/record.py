@@ -190,7 +190,7 @@ def record(
 def _check(model: Transformer, options: Options) -> None:
     if model.ranks.size > 1:
         raise ValueError(f"{model.ranks.size} processes share this model, and each sees a part; watch it in one")
-    idle = options.keys() & {"echo", "logprobs", "share_prefix", "prefix", "on_step", "kv_caching"}
+    idle = options.keys() & {"echo", "logprobs", "share_prefix", "speculate", "prefix", "on_step", "kv_caching"}
     for layer in model.blocks:
         check_attention(layer.attention.ops, "a recording shows attention weights", "model.use(llama.ops.PLAIN)")
     if idle:

@@ -579,8 +579,8 @@ def test_a_stream_that_is_closed_or_deleted_frees_its_cache(leave: str, monkeypa
     caches: list[weakref.ref[Any]] = []
     reserve = NativeCache.reserve
 
-    def noting(self: NativeCache, described: Any, cache: Cache, rows: Rows, *, whole: bool) -> CacheRoom:
-        room = reserve(self, described, cache, rows, whole=whole)
+    def noting(self: NativeCache, described: Any, cache: Cache, rows: Rows) -> CacheRoom:
+        room = reserve(self, described, cache, rows)
         caches.append(weakref.ref(cache.layers[0].held()["keys"]))
         return room
 

@@ -1,0 +1,374 @@
+"""Guesses change no text: ids and log-probabilities are those of the plain loop to the bit, in native and exact modes.
+
+`Noisy` proposes the text that the plain loop made, with wrong tokens at random places, so that guesses are right for
+every number of tokens.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from fakes import Ids
+from generations import Asked, any_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from refusals import unrefused
+from tables import cases
+from tiny import tiny_args, tiny_model
+from torch import Tensor, nn
+
+from llama.batch import NonFiniteLogits
+from llama.fast.choose import make_fast
+from llama.fast.graph_runner import GraphRunner
+from llama.model import Transformer
+from llama.quant.layers import PackedLinear
+from llama.request import Options, Step
+from llama.speculation import MOST, Lookup, Proposer, Width, accepted
+from llama.verify.guesses import Compared, compare_guesses
+
+PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]
+LENGTHS = [20, 9, 33, 40]
+SETTINGS: dict[str, Options] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.7, "top_p": 0.95, "seed": 11},
+    "sampled with a penalty": {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 3},
+    "sampled from all tokens": {"temperature": 1.5, "top_p": 1.0, "seed": [5, 9, 2, 4]},
+}
+MODES = ("exact", "native fp32", "native int8", "native int4 in bf16", "native of 8-bit activations")
+CACHES = ("static", "paged", "concat")
+
+
+class Noisy:
+    """Proposes what will follow, with another token, or `wrong`, at some places."""
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], seed: int = 0, *, share: float = 0.8, wrong: int | None = None
+    ) -> None:
+        self.texts, self.dice, self.share, self.wrong = texts, random.Random(seed), share, wrong
+
+    def propose(self, ids: Sequence[int], count: int) -> list[int]:
+        text = next((text for text in self.texts if list(text[: len(ids)]) == list(ids)), None)
+        assert text is not None, "a guess was asked for behind a text that the plain loop did not make"
+        right = text[len(ids) : len(ids) + count]
+        others = [(id + 1) % VOCAB if self.wrong is None else self.wrong for id in right]
+        return [id if self.dice.random() < self.share else other for id, other in zip(right, others, strict=True)]
+
+
+def noisy(prompts: Sequence[list[int]], made: Sequence[list[int]]) -> Callable[[], Proposer]:
+    texts = [[*prompt, *ids] for prompt, ids in zip(prompts, made, strict=True)]
+    seeds = iter(range(1000))
+    return lambda: Noisy(texts, next(seeds))
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed every guess, whatever it costs."""
+    monkeypatch.setattr(Width, "cut", lambda self, guesses, chances: guesses)
+
+
+@lru_cache
+def model_of(mode: str) -> Transformer:
+    if mode == "exact":
+        small = tiny_args(n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=VOCAB, max_seq_len=80)
+        model = tiny_model(small, dtype=torch.float32).requires_grad_(False)
+        model.exact = True
+        return model
+    plain, native = twins(mode.removeprefix("native ").replace("of 8-bit activations", "int8"))
+    if "activations" in mode:
+        for layer in plain.modules():
+            if isinstance(layer, PackedLinear):
+                layer.activations = 8
+        make_fast(plain, FOLDER)
+        return plain
+    return native
+
+
+def check_same(model: Transformer, prompts: list[list[int]], lengths: list[int], **how: Any) -> None:
+    """Assert that guesses by lookup and by `Noisy` change nothing."""
+    plain = model.generate_tokens(prompts, lengths, logprobs=True, **how)
+    for speculate in ("lookup", noisy(prompts, plain[0])):
+        assert model.generate_tokens(prompts, lengths, logprobs=True, speculate=speculate, **how) == plain
+
+
+# ---- what is guessed -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=40), pieces=st.integers(1, 5), count=st.integers(1, 9))
+def test_lookup_proposes_what_followed_the_last_occurrence_of_the_longest_n_gram(
+    ids: list[int], pieces: int, count: int
+) -> None:
+    lookup = Lookup()
+    for end in [*range(pieces, len(ids), pieces), len(ids)]:
+        text = ids[:end]
+        made = lookup.propose(text, count)
+    ends = [
+        end for n in (3, 2) for end in range(len(ids) - 1, n - 1, -1) if n < len(ids) and ids[end - n : end] == ids[-n:]
+    ]
+    wanted = list(ids)
+    for place in range(ends[0], ends[0] + count) if ends else ():
+        wanted.append(wanted[place])
+    assert made == wanted[len(ids) :]
+
+
+@pytest.mark.parametrize(("chosen", "right"), [([1, 2, 3, 4], 3), ([1, 2, 4, 4], 2), ([9, 2, 3, 4], 0), ([1, -1], 1)])
+def test_a_guess_is_accepted_up_to_its_first_wrong_token(chosen: list[int], right: int) -> None:
+    assert accepted([1, 2, 3], chosen) == right
+
+
+def fed_by(seconds: Callable[[int], float], *, chance: float, rows: int = 1, calls: int = 400) -> list[int]:
+    """Return the tokens of each call when a call of n tokens takes `seconds(n)`."""
+    width, fed = Width(), []
+    for _ in range(calls):
+        guesses = width.cut([[0] * MOST] * rows, [chance] * rows)
+        fed.append(rows + sum(map(len, guesses)))
+        width.took(fed[-1], seconds(fed[-1]))
+    return fed
+
+
+def test_only_guesses_that_make_more_tokens_a_second_are_fed() -> None:
+    assert fed_by(lambda n: 1.0, chance=0.9)[-10:] == [16] * 10  # memory rules
+    assert fed_by(lambda n: float(n), chance=0.9).count(1) > 380  # arithmetic rules: a guess never pays
+    assert fed_by(lambda n: -(-n // 4) * 1.0, chance=0.7)[-10:] == [4] * 10  # four tokens cost what one does
+    assert fed_by(lambda n: 1.0 if n <= 8 else 9.0, chance=0.95)[-10:] == [8] * 10
+    assert fed_by(lambda n: 1 + n / 16, chance=0.01).count(1) > 380
+    assert fed_by(lambda n: float(n), chance=0.9, rows=8).count(8) > 340
+
+
+def test_times_that_were_measured_under_load_are_measured_again() -> None:
+    width = Width()
+    for tokens, seconds in ((1, 1.0), (4, 9.0), (8, 9.0), (16, 9.0)):
+        width.took(tokens, seconds)
+    fed = []
+    for _ in range(4000):
+        fed.append(1 + len(width.cut([[0] * MOST], [0.9])[0]))
+        width.took(fed[-1], 1.0)
+    assert fed[:100] == [1] * 100
+    assert fed[-1] == 16
+
+
+# ---- no text changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("mode", "kv_cache", "way"),
+    cases(
+        [case for case in product(MODES, CACHES, SETTINGS) if case[0] == "exact" or case[1] != "concat"],
+        ("exact", "static", "greedy"),
+        ("native fp32", "paged", "sampled"),
+        ("native int8", "static", "greedy"),
+    ),
+)
+@needs_a_compiler
+def test_ids_and_log_probabilities_are_those_of_the_plain_loop(mode: str, kv_cache: str, way: str) -> None:
+    model, lengths = model_of(mode), [length // 2 for length in LENGTHS] if mode == "exact" else LENGTHS
+    check_same(model, PROMPTS, lengths, kv_cache=kv_cache, **SETTINGS[way])
+    check_same(model, PROMPTS[:1], lengths[:1], kv_cache=kv_cache, **SETTINGS[way])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("mode", MODES[1:])
+@settings(max_examples=20, deadline=None)
+@given(asked=any_batch(VOCAB, most_stops=9), kv_cache=st.sampled_from(["static", "paged"]), most=st.integers(1, MOST))
+@needs_a_compiler
+def test_any_batch_with_any_lengths_and_any_stops(mode: str, asked: Asked, kv_cache: str, most: int) -> None:
+    prompts, lengths, stops, how = asked
+    options: Options = {**how, "kv_cache": kv_cache}
+    plain = model_of(mode).generate_tokens(prompts, lengths, stop_ids=stops, **options)
+    for speculate in (f"lookup:{most}", noisy(prompts, plain[0])):
+        again = model_of(mode).generate_tokens(prompts, lengths, stop_ids=stops, speculate=speculate, **options)
+        assert again == plain
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+def test_a_truncated_copy_of_the_model_proposes() -> None:
+    model = model_of("native fp32")
+    short = copy(model)
+    short._modules = {**model._modules, "layers": model.layers[:1]}
+
+    class Truncated:
+        def propose(self, ids: Sequence[int], count: int) -> list[int]:
+            guess, _ = short.generate_tokens([list(ids)], count, temperature=0.0, seed=0)
+            return guess[0]
+
+    plain = model.generate_tokens(PROMPTS[:2], 20, logprobs=True, seed=1)
+    assert model.generate_tokens(PROMPTS[:2], 20, logprobs=True, seed=1, speculate=Truncated) == plain
+
+
+# ---- calls, sessions and changes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("always")
+def test_a_guess_takes_the_place_of_steps_and_ends_before_the_text_does() -> None:
+    model, steps = model_of("exact"), list[Step]()
+    plain, _ = model.generate_tokens(PROMPTS[:2], [30, 50], temperature=0.0)
+    how: Options = {"temperature": 0.0, "speculate": noisy(PROMPTS[:2], plain), "on_step": steps.append}
+    assert model.generate_tokens(PROMPTS[:2], [30, 50], **how)[0] == plain
+    assert len(steps) < 40
+    texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, plain, strict=False)]
+    used = [len(prompt) for prompt in PROMPTS[:2]]
+    for step in steps[1:]:
+        for row, begin, end, ids in zip(step.rows, step.prev_pos, step.cur_pos, step.ids, strict=True):
+            assert begin >= used[row] - 1
+            assert ids[0] == texts[row][begin], "a step begins with the newest token"
+            assert begin < end <= min(begin + 1 + MOST, len(texts[row]) - 1), "the last token is never fed"
+            used[row] = begin + 1
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+def test_native_code_computes_a_guess_in_one_forward_also_while_an_on_step_watches() -> None:
+    model = model_of("native int8")
+    for on_step in (None, lambda step: None):
+        how: Options = {"temperature": 0.0, "logprobs": True, "kv_cache": "paged", "on_step": on_step}
+        before = served(model)
+        plain = model.generate_tokens(PROMPTS, LENGTHS, **how)
+        between = served(model)
+        assert model.generate_tokens(PROMPTS, LENGTHS, speculate=noisy(PROMPTS, plain[0]), **how) == plain
+        assert 0 < served(model) - between < (between - before) / 2
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+def test_logits_that_are_not_finite_count_only_behind_tokens_that_are_used() -> None:
+    model = twins("fp32", replace(ARGS, tied_head=False))[1]
+    plain, _ = model.generate_tokens(PROMPTS[:1], 40, temperature=0.0)
+    wrong = next(id for id in range(VOCAB) if id not in plain[0] + PROMPTS[0])
+    fatal = sorted(set(plain[0]), key=plain[0].index)[9]
+
+    def guesses() -> Noisy:
+        return Noisy([[*PROMPTS[0], *plain[0]]], wrong=wrong)
+
+    found: list[Any] = []
+    for id, speculate in ((wrong, None), (wrong, guesses), (fatal, None), (fatal, guesses)):
+        kept = model.tok_embeddings.weight[id].clone()
+        model.tok_embeddings.weight[id] = torch.nan
+        try:
+            found.append(model.generate_tokens(PROMPTS[:1], 40, temperature=0.0, speculate=speculate)[0])
+        except NonFiniteLogits as error:
+            found.append((error.step, error.row))
+        model.tok_embeddings.weight[id] = kept
+    assert found == [plain, plain, found[2], found[2]]
+    assert found[2] == (plain[0].index(fatal) + 1, 0)
+
+
+def write_numbers(model: Transformer) -> None:
+    model.layers[0].feed_forward.w2.weight.mul_(-1.5)
+
+
+def assign_a_weight(model: Transformer) -> None:
+    layer: Any = model.layers[0].feed_forward.w2
+    layer.weight = nn.Parameter(-1.5 * layer.weight, requires_grad=False)
+
+
+def add_a_hook(model: Transformer) -> None:
+    def halved(_: nn.Module, __: object, out: Tensor) -> Tensor:
+        return out / 2
+
+    model.layers[0].feed_forward.register_forward_hook(halved)
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    cases(
+        product(["exact", "native fp32"], [write_numbers, assign_a_weight, add_a_hook]),
+        ("exact", write_numbers),
+        ("native fp32", write_numbers),
+        ("native fp32", assign_a_weight),
+        ("native fp32", add_a_hook),
+    ),
+)
+def test_tokens_that_were_verified_before_the_model_changed_are_dropped(mode: str, change: Any) -> None:
+    def streamed(speculate: Any, changed_at: int) -> list[int]:
+        model = deepcopy(model_of(mode))
+        how: Options = {"temperature": 0.9, "seed": 3, "speculate": speculate}
+        with model.stream(Ids(), PROMPTS[:1], 14, **how) as stream:  # type: ignore[arg-type]
+            for number, _ in enumerate(stream):
+                if number == changed_at:
+                    change(model)
+        return stream.results[0]["ids"]
+
+    whole = streamed(None, 99)
+    for changed_at in (4, 5):
+        plain = streamed(None, changed_at)
+        assert plain != whole
+        assert streamed(partial(Noisy, [[*PROMPTS[0], *whole], [*PROMPTS[0], *plain]], share=1.0), changed_at) == plain
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("mode", cases(["exact", "native fp32", "native int8"], "exact", "native int8"))
+def test_a_session_goes_on_as_if_nothing_had_been_guessed(mode: str) -> None:
+    def said(speculate: str | None) -> list[Any]:
+        session, found = model_of(mode).session(Ids()), list[Any]()  # type: ignore[arg-type]
+        session.feed(PROMPTS[3])
+        how: Options = {"temperature": 0.6, "seed": 5, "logprobs": True, "speculate": speculate}
+        for turn in range(2):
+            with session.stream(14, **how) as stream:
+                for _, _ in zip(range(6 + turn), stream, strict=False):
+                    pass
+            branch = session.fork()
+            found += [list(session.tokens), branch.generate(5, **how), session.generate(3, stop="7", **how)]
+            session.rewind(session.position - 4)
+            session.append([5, 9, 2])
+            found += [session.logits.tolist(), session.position]  # type: ignore[union-attr]
+        rows = model_of(mode).generate_tokens([[50, 51], [7]], 9, prefix=session, **how)
+        return [*found, rows]
+
+    assert said("lookup") == said(None)
+
+
+def test_what_cannot_be_speculated_is_refused_by_name() -> None:
+    model = tiny_model().requires_grad_(False)
+
+    def made(speculate: Any, **how: Any) -> Callable[[], object]:
+        return lambda: model.generate_tokens([[1, 2]], 3, speculate=speculate, **how)
+
+    lossy = model.session(Ids(), kv_cache="int8")  # type: ignore[arg-type]
+    lossy.feed([1, 2, 3])
+    said = unrefused(
+        [
+            *((made(speculate), "must be .lookup., .lookup:N.") for speculate in ("look", "lookup:0", "lookup:16", 3)),
+            (made("lookup", kv_caching=False), "needs the KV cache, which is off"),
+            (made("lookup", kv_cache="int8"), "kv_cache='int8' drops or rounds .* choose static, concat or paged"),
+            (made("lookup", kv_cache="static@0;window:9"), "speculation needs a lossless cache"),
+            (made("lookup", prefix=lossy), "speculation needs a lossless cache"),
+            (lambda: lossy.generate(3, speculate="lookup"), "speculation needs a lossless cache"),
+        ]
+    )
+    assert not said
+
+
+def test_the_steps_of_a_gpu_run_as_before_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(dtype=torch.float32).requires_grad_(False)
+    model.runner = GraphRunner()
+    plain = model.generate_tokens([[1, 2, 1, 2]], 9, temperature=0.0)
+    with caplog.at_level("INFO", "llama"):
+        assert model.generate_tokens([[1, 2, 1, 2]], 9, temperature=0.0, speculate="lookup") == plain
+    assert [record.message for record in caplog.records if "guessed" in record.message]
+
+
+@needs_a_compiler
+def test_the_certificate_of_guesses_counts_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, totals, broken = model_of("native fp32"), dict[str, Compared](), dict[str, Compared]()
+    compare_guesses(model, PROMPTS[:2], 12, seed=1, totals=totals)
+    assert totals.keys() == {"greedy", "sampled"}
+    for one in totals.values():
+        assert (one.tokens, one.ids, one.logprobs) == (48, 0, 0)
+        assert 0 < one.accepted < one.proposed
+    one_too_many = lambda guess, chosen: min(len(guess), accepted(guess, chosen) + 1)  # noqa: E731
+    monkeypatch.setattr("llama.generation.accepted", one_too_many)
+    compare_guesses(model, PROMPTS[:2], 12, seed=1, totals=broken)
+    assert all(one.ids and one.logprobs for one in broken.values())
