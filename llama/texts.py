@@ -15,7 +15,7 @@ import torch
 
 from llama.batch import Batch, Chosen, NonFiniteLogits, Row, Token
 from llama.generation import PlainStepper, make_stepper
-from llama.request import Options, Request, Step, make_request
+from llama.request import Options, Request, Step, check_speculation, make_request
 from llama.text_caches import TextCaches
 
 OF_A_BATCH = ("echo", "kv_caching", "kv_cache", "share_prefix", "prefix", "device", "on_step")
@@ -118,6 +118,7 @@ class Texts:
             raise ValueError(f"{', '.join(refused)} concerns a batch, not a text among others; use model.generate")
         limits, options["on_step"] = self._model.args, self._on_step
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._caches.root.bound)
+        check_speculation(request, self._caches.root, self._model.ranks.size)
         needed = self._caches.predicted([request])
         if self._cache_bytes is not None and needed > self._cache_bytes:
             raise ValueError(

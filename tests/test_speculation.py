@@ -31,6 +31,7 @@ from llama.model import Transformer
 from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
 from llama.speculation import MOST, Lookup, Proposer, Width, accepted
+from llama.texts import Texts
 from llama.verify.guesses import Compared, compare_guesses
 
 PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]
@@ -372,3 +373,29 @@ def test_the_certificate_of_guesses_counts_what_differs(monkeypatch: pytest.Monk
     monkeypatch.setattr("llama.generation.accepted", one_too_many)
     compare_guesses(model, PROMPTS[:2], 12, seed=1, totals=broken)
     assert all(one.ids and one.logprobs for one in broken.values())
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kv_cache", ["static", "paged"])
+def test_texts_that_join_and_leave_are_what_they_are_alone(kv_cache: str) -> None:
+    model = model_of("native int8")
+    alone = [model.generate_tokens([ids], 9 + row, temperature=0.7, seed=row)[0][0] for row, ids in enumerate(PROMPTS)]
+    texts, made = Texts(model, rows=3, kv_cache=kv_cache), dict[int, list[int]]()
+    for row, ids in enumerate(PROMPTS):
+        propose = partial(Noisy, [[*ids, *alone[row]]], row)
+        number = texts.add(ids, 9 + row, temperature=0.7, seed=row, speculate=propose if row else "lookup")
+        made[number] = []
+        for _ in range(2):
+            collect(texts, made)
+    while texts.running or texts.waiting:
+        collect(texts, made)
+    assert list(made.values()) == alone
+    with pytest.raises(ValueError, match="speculation needs a lossless cache"):
+        Texts(model, kv_cache="int8").add([1, 2], 3, speculate="lookup")
+
+
+def collect(texts: Texts, made: dict[int, list[int]]) -> None:
+    for event in texts.step():
+        assert event.error is None
+        made[event.number] += [] if event.token is None else [event.token.id]
