@@ -53,8 +53,8 @@ LONG = 128  # tokens per thread from which a prompt is long
 class CallKind(NamedTuple):
     """A kind of call whose path is chosen by itself.
 
-    prompt: it has several tokens per row, and does not verify guesses, which takes the place of steps. many: it has more
-    than FEW_ROWS rows. long: it is a prompt of at least LONG tokens per thread.
+    prompt: it has several tokens per row, and does not verify guesses, which takes the place of steps. many: it has
+    more than FEW_ROWS rows. long: it is a prompt of at least LONG tokens per thread.
     """
 
     prompt: bool

@@ -53,7 +53,7 @@ struct Batch {
     Int rows, width;
     const Int* tokens;            // (rows, width)
     const Int *starts, *lengths;  // (rows,)
-    Int all;                 // 1: compute the logits of all positions, (rows, width, vocab); 0: (rows, vocab)
+    Int all;                 // 1: compute the logits of all tokens, (tokens, vocab), row by row; 0: (rows, vocab)
     const float *cos, *sin;  // (positions, head_dim), in the layout of rope.py
     Int kind, slots;         // of the cache; slots: its capacity in positions, groups or blocks
     const LayerCache* caches;  // of each layer; null if the kind is NONE

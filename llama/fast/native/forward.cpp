@@ -246,7 +246,10 @@ struct Forward : Call {
     // The logits, by all threads together: of every row's last token, or of all.
     void head(const Team& all, float* scaled, char* own) const {
         auto token_of = [&](Int i) {  // of logits i
-            return batch.all ? begin[i / batch.width] + i % batch.width : begin[i] + batch.lengths[i] - 1;
+            if (!batch.all) return begin[i] + batch.lengths[i] - 1;
+            Int r = 0;
+            for (; i >= batch.lengths[r]; r++) i -= batch.lengths[r];
+            return begin[r] + i;
         };
         auto is_tiled = [&](Int i) { return token_of(i) < tiled_tokens; };
         for (Int first = 0, end; first < scored; first = end) {  // tokens of the same kind of products
