@@ -205,11 +205,12 @@ def test_an_uncached_loop_that_feeds_another_text_is_found(dtype: str, monkeypat
     real = PlainStepper._decode
 
     def from_the_second_token(self: PlainStepper) -> None:
-        texts = self.batch.texts
-        if self.cache is None:
-            self.batch.texts = [[*text[1:], text[0]] for text in texts]
+        texts = [row.ids for row in self.batch.rows]
+        for row in self.batch.rows if self.cache is None else ():
+            row.ids = [*row.ids[1:], row.ids[0]]
         real(self)
-        self.batch.texts = texts
+        for row, ids in zip(self.batch.rows, texts, strict=True):
+            row.ids = ids
 
     monkeypatch.setattr(PlainStepper, "_decode", from_the_second_token)
     figures = certify(one_layer(dtype=DTYPES[dtype]))
