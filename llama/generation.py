@@ -137,6 +137,8 @@ class PlainStepper:
             end = begin + 1 + len(guess)
             row.sampler.put_back(drawn[begin:end])
             right = accepted(guess, made.ids[begin:end])
+            if row.guesser is not None:
+                row.guesser.count(len(guess), right)
             batch.proposed, batch.accepted = batch.proposed + len(guess), batch.accepted + right
             used.append(list(zip(made.ids[begin:end], made.logprobs[begin:end], strict=True))[: right + 1])
             if guess and made.ids[begin + right] == -1:

@@ -24,7 +24,8 @@ class Written:
     """A text of a Writer.
 
     completion: the text so far. error: why it has failed. prompt_len, reused: the tokens of the prompt, and how many of
-    them were not fed. added, began, ended: when it was added, had its first token, and ended, by `time.monotonic`.
+    them were not fed. guesses: how many guessed tokens were fed, and how many of these were right. added, began, ended:
+    when it was added, had its first token, and ended, by `time.monotonic`.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Written:
     text: RowText
     error: Exception | None = None
     reused: int = 0
+    guesses: tuple[int, int] = (0, 0)
     added: float = field(default_factory=time.monotonic)
     began: float | None = None
     ended: float | None = None
@@ -41,9 +43,9 @@ class Written:
 class Writer:
     """Texts that come and go, as text. For one thread."""
 
-    def __init__(self, model: Any, tokenizer: TextCodec, **options: Any) -> None:
-        """Make a writer without texts. Takes the options of `Texts`."""
-        self.texts, self.tokenizer = Texts(steady(model), **options), tokenizer
+    def __init__(self, model: Any, tokenizer: TextCodec, *, speculate: str | None = None, **options: Any) -> None:
+        """Make a writer without texts. Takes the options of `Texts`; for `speculate`, of all texts, see `Options`."""
+        self.texts, self.tokenizer, self._speculate = Texts(steady(model), **options), tokenizer, speculate
         self._written: dict[int, Written] = {}
 
     def add(
@@ -56,6 +58,7 @@ class Writer:
         """Add a prompt, a text or its ids; it also ends before any of the `stop` strings. Raises ValueError."""
         stops = stop_strings(stop)
         ids = encode_prompt(self.tokenizer, prompt)
+        options.setdefault("speculate", self._speculate)
         number = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
         completion: Completion = {"generation": "", "ids": [], "finish_reason": None}
         if options.get("logprobs"):
@@ -75,7 +78,7 @@ class Writer:
             written = self._written.get(event.number)
             if written is None:  # ended by a stop string, in the same step
                 continue
-            written.reused, written.error = event.reused, event.error
+            written.reused, written.guesses, written.error = event.reused, event.guesses, event.error
             completion, finish = written.completion, event.finish
             piece = ""
             if event.token is not None:

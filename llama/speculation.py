@@ -75,6 +75,7 @@ class Guesser:
     """The guesses of one row, and how often a guessed token has been right.
 
     chance: the share of right ones among the latest tokens that were guessed, whether they were fed or not.
+    proposed, accepted: how many guessed tokens were fed, and how many of these were right.
     """
 
     def __init__(self, option: str | Callable[[], Proposer]) -> None:
@@ -83,6 +84,7 @@ class Guesser:
         self._guess: list[int] = []
         self._begin = 0  # the position of the guess
         self.chance = 0.5
+        self.proposed = self.accepted = 0
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
         """Return at most `count` tokens that may follow."""
@@ -93,6 +95,10 @@ class Guesser:
         self._begin, count = len(ids), min(count, self._most)
         self._guess = self._proposer.propose(ids, count)[:count] if count > 0 else []
         return self._guess
+
+    def count(self, proposed: int, accepted: int) -> None:
+        """Note how many guessed tokens were fed, and how many of these were right."""
+        self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
 
 
 class Width:

@@ -27,6 +27,7 @@ class Event(NamedTuple):
     token: its next token; None if it ends without one.
     finish: why it has ended; None if it goes on. A text that has "failed" has an `error`, and no further events.
     reused: how many tokens of its prompt were not fed, because a text before begins alike.
+    guesses: how many guessed tokens it was fed so far, and how many of these were right.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Event(NamedTuple):
     finish: Literal["stop", "length", "failed"] | None
     error: Exception | None = None
     reused: int = 0
+    guesses: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -212,7 +214,8 @@ class Texts:
         for row in batch.rows:
             if row.number in self._texts and (row.ended or row.number in tokens):
                 text, token = self._texts[row.number], tokens.get(row.number)
-                events.append(Event(row.number, token, row.ended, errors.get(row.number), text.reused))
+                guesses = (row.guesser.proposed, row.guesser.accepted) if row.guesser is not None else (0, 0)
+                events.append(Event(row.number, token, row.ended, errors.get(row.number), text.reused, guesses))
                 if row.ended:
                     del self._texts[row.number]
                     self._caches.keep(row, stepper, self._requests())

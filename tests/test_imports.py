@@ -129,7 +129,7 @@ MAY_IMPORT = {
     "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/lines.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),
-    "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words", ""),
+    "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words speculation", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),
     "benchmark_inference.py": ("bench.single cli host.console", ""),

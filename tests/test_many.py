@@ -146,6 +146,18 @@ def test_every_prompt_has_the_completion_of_generate_with_the_seed_of_its_number
     assert dict(made) == dict(enumerate(expected))
 
 
+def test_guesses_change_no_completion_and_are_counted() -> None:
+    model, loop = Remembering(max_seq_len=200, repeats=True), [1, 2, 3] * 9
+    expected = [model.generate_tokens([[*loop, id]], 80, temperature=0)[0][0] for id in range(5)]
+    writer = Writer(model, Ids(), rows=3, speculate="lookup")
+    written = [writer.add([*loop, id], 80, temperature=0) for id in range(5)]
+    while not writer.texts.idle:
+        list(writer.step())
+    assert [one.completion["ids"] for one in written] == expected
+    proposed, accepted = (sum(counts) for counts in zip(*(one.guesses for one in written), strict=True))
+    assert proposed >= accepted > 0
+
+
 def test_completions_come_as_they_end_or_in_order() -> None:
     model, lengths = Remembering(), [9, 1, 5]
     writer = Writer(model, Ids(), rows=3)

@@ -11,6 +11,7 @@ from llama.texts import Event, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": True, "speculate": "lookup"},
     {"temperature": 1.0, "top_p": 1.0},
     {"temperature": 0.7, "top_k": 3, "logprobs": True},
     {"temperature": 0.0, "repetition_penalty": 1.7},
@@ -40,9 +41,14 @@ class Drain:
 class TextsComeAndGo(RuleBasedStateMachine):
     """Each text has the ids and log-probabilities that it has alone; a cancelled or failed one, their beginning."""
 
-    @initialize(rows=st.integers(1, 4), piece=st.sampled_from([1, 3, 64]), cache_bytes=st.sampled_from([None, 70, 150]))
-    def begin(self, rows: int, piece: int, cache_bytes: int | None) -> None:
-        self.model, self.limit = Remembering(), cache_bytes
+    @initialize(
+        rows=st.integers(1, 4),
+        piece=st.sampled_from([1, 3, 64]),
+        cache_bytes=st.sampled_from([None, 70, 150]),
+        repeats=st.booleans(),
+    )
+    def begin(self, rows: int, piece: int, cache_bytes: int | None, *, repeats: bool) -> None:
+        self.model, self.limit = Remembering(repeats=repeats), cache_bytes
         Memory.most = 0
         Memory.all.clear()
         self.texts = Texts(self.model, rows=rows, piece=piece, cache_bytes=cache_bytes)
@@ -96,10 +102,14 @@ class TextsComeAndGo(RuleBasedStateMachine):
             self.said.take(self.texts.step())
             steps += 1
             assert steps < 2000, "texts that do not end"
-        alone = Remembering()
+        alone = Remembering(repeats=self.model.repeats)
         for number, how in self.given.items():
             made, logprobs = alone.generate_tokens(
-                [how["prompt"]], how["max_gen_len"], stop_ids=how["stop_ids"], seed=how["seed"], **how["way"]
+                [how["prompt"]],
+                how["max_gen_len"],
+                stop_ids=how["stop_ids"],
+                seed=how["seed"],
+                **{**how["way"], "speculate": None},
             )
             ids = self.said.ids.get(number, [])
             if number in self.cancelled or self.said.finish[number] == "failed":

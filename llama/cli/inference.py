@@ -169,7 +169,8 @@ def main(
     model.kv_caching = kv_caching
     about = setting(model, kv_cache)
     if has_lines:
-        return answer_file(source, answers, model, tokenizer, writing, flags, rows=rows or 16)
+        rows = rows or 16
+        return answer_file(source, answers, model, tokenizer, writing, flags, rows=rows, speculate=speculate)
     if conversation:
         from llama.cli.terminal import TerminalChat
 

@@ -7,6 +7,7 @@ from llama.api import load, pick_cache, pick_device
 from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.machine import available_memory
+from llama.speculation import check_speculate
 from llama.untrusted.words import printable
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def main(
     max_seq_len: int | None = None,
     dtype: str = "auto",
     quantize: str = "auto",
+    speculate: str | None = None,
     queue: int = 64,
     grace: float = 30.0,
     time_limit: float = 600.0,
@@ -49,11 +51,14 @@ def main(
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         quantize: The format of the weights in memory: int8, int4, stored, or none; auto is stored for a quantised .gguf
             file, such as the demo's, else none.
+        speculate: lookup guesses tokens that followed the same tokens before, and verifies several at once if that is
+            faster; no text changes. lookup:N limits a guess to N tokens.
         queue: The most texts that wait for a row; further requests get 429.
         grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
         time_limit: The most seconds of a request.
         check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
     """
+    check_speculate(speculate)
     key = key or os.environ.get("LLAMA_KV_KEY") or None
     try:
         from llama.serve.server import Server, bind, is_loopback
@@ -88,7 +93,8 @@ def main(
         given = None if cache_gb is None else int(cache_gb * 1e9)
         return given if given is not None or free is None else int(SHARE * free)
 
-    engine = Engine(loaded, check=check, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
+    options: dict[str, Any] = {"rows": rows, "kv_cache": kind, "cache_bytes": cache_bytes, "speculate": speculate}
+    engine = Engine(loaded, check=check, **options)
     served = printable(os.path.basename(os.path.normpath(ckpt_dir)), 80)
     hosts = [*dict.fromkeys([f"[{host}]" if ":" in host else host, "localhost", "127.0.0.1", "[::1]"])]
     app = App(engine, served=served, key=key, hosts=hosts, places=rows + queue, time_limit=time_limit)

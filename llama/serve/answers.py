@@ -29,6 +29,7 @@ class Text:
         """The tokens fed for the text, those of its prompt that were not, those made; ms, and bytes of all caches."""
         first, last = (self.times[0], self.times[-1]) if self.times else (self.job.added,) * 2
         each = 1e3 * (last - first) / (len(self.tokens) - 1) if len(self.tokens) > 1 else None
+        proposed, accepted = self.latest.guesses
         return {
             "kv_caching": self.job.kv_caching,
             "fed": self.latest.fed,
@@ -37,6 +38,7 @@ class Text:
             "first_token_ms": 1e3 * (first - self.job.added),
             "token_ms": each,
             "cache_bytes": self.latest.nbytes,
+            **({"proposed": proposed, "accepted": accepted} if proposed else {}),
         }
 
 

@@ -38,7 +38,8 @@ class Update(NamedTuple):
     """What a text has gained; the first update of a text says that it is accepted.
 
     piece: new text. tokens: new ids, each with its log-probability. fed, reused: the tokens that were fed for the text
-    so far, and those of its prompt that were not. nbytes: of all caches, if asked for. at: by `time.monotonic`.
+    so far, and those of its prompt that were not. guesses: how many guessed tokens were fed, and how many were right.
+    nbytes: of all caches, if asked for. at: by `time.monotonic`.
     finish: why the text has ended. error: why it has failed, and so ended.
     """
 
@@ -46,6 +47,7 @@ class Update(NamedTuple):
     tokens: tuple[tuple[int, float | None], ...] = ()
     fed: int = 0
     reused: int = 0
+    guesses: tuple[int, int] = (0, 0)
     nbytes: int | None = None
     at: float = 0.0
     finish: Literal["stop", "length"] | None = None
@@ -205,11 +207,13 @@ class Engine:
         made, finish = len(completion["ids"]), completion["finish_reason"]
         # The last token was fed only if a stop token has come after it.
         fed = written.prompt_len - written.reused + made - (finish != "stop" or written.text.stopped)
+        fed += written.guesses[0] - written.guesses[1]
         nbytes = self._writer.texts.nbytes if job.with_bytes else None
         error = None if written.error is None else Refused(str(written.error), 500)
         if finish and job.checked:
             self._unchecked.append((job, completion))
-        return Update(piece, _tokens(completion, job.made), fed, written.reused, nbytes, finish=finish, error=error)
+        gained = Update(piece, _tokens(completion, job.made), fed, written.reused, written.guesses, nbytes)
+        return gained._replace(finish=finish, error=error)
 
     def _tell(self, job: Job, update: Update) -> None:
         """Deliver an update, and count it."""
@@ -217,6 +221,8 @@ class Engine:
         count.fed.inc(max(0, update.fed - job.last.fed))
         count.reused.inc(max(0, update.reused - job.last.reused))
         count.made.inc(len(update.tokens))
+        count.proposed.inc(max(0, update.guesses[0] - job.last.guesses[0]))
+        count.accepted.inc(max(0, update.guesses[1] - job.last.guesses[1]))
         if update.tokens and not job.made:
             count.first.observe(update.at - job.added)
         if update.finish or update.error:
@@ -254,7 +260,7 @@ class Engine:
         """Make a step of an ended text that is generated again, alone, and begins with no other text's cache."""
         if self._checking is None:
             job, expected = self._unchecked.popleft()
-            writer = Writer(self.model, self.tokenizer, **{**self.options, "rows": 1})
+            writer = Writer(self.model, self.tokenizer, **{**self.options, "rows": 1, "speculate": None})
             options: Options = {**job.options, "logprobs": True}
             self._checking = writer, writer.add(job.prompt, job.max_tokens, job.stop, **options), expected
         writer, written, expected = self._checking

@@ -17,6 +17,8 @@ class Metrics:
         self.prompts = counter("prompt_tokens", "Tokens of prompts.")
         self.reused = counter("prefix_cache_hits", "Tokens of prompts that were not fed: a text before begins alike.")
         self.made = counter("generation_tokens", "Tokens that were generated.")
+        self.proposed = counter("spec_decode_num_draft_tokens", "Guessed tokens that were fed.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
         self.ended = counter("request_success", "Texts that have ended.", ["finished_reason"])
         self.checked = counter("texts_checked", "Ended texts that were generated again, alone.")
         self.differed = counter("texts_differed", "Checked texts whose ids or log-probabilities differed.")

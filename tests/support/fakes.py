@@ -178,14 +178,15 @@ class Remembering(Generation, Many):
     """A model whose logits are drawn by a seed that is made of all ids of a row: one wrong id, and a text differs.
 
     broken: if set, raised by the next call. nan: if set, the next call gives its last row logits that are not numbers.
+    repeats: only the last three ids count, so greedy texts repeat themselves.
     """
 
     kv_caching, kv_cache = True, "static"
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def __init__(self, vocab_size: int = 7, max_seq_len: int = 64) -> None:
-        self.args = limits(vocab_size=vocab_size, max_seq_len=max_seq_len)
+    def __init__(self, vocab_size: int = 7, max_seq_len: int = 64, *, repeats: bool = False) -> None:
+        self.args, self.repeats = limits(vocab_size=vocab_size, max_seq_len=max_seq_len), repeats
         self.broken: Exception | None = None
         self.nan = False
 
@@ -203,14 +204,18 @@ class Remembering(Generation, Many):
         if cache is not None:
             cache.write(start_pos, tokens.tolist())
             rows = cache.rows
-        drawn = [self.drawn(row) for row in rows]
+        drawn = torch.zeros(len(rows), start_pos.width if logits == "all" else 1, self.args.vocab_size)
+        for place, (row, length) in enumerate(zip(rows, start_pos.lengths, strict=True)):
+            for back in range(length if logits == "all" else 1):
+                at = length - 1 - back if logits == "all" else 0
+                drawn[place, at] = self.drawn(row[: len(row) - back])
         if self.nan:
-            drawn[-1], self.nan = torch.full_like(drawn[-1], torch.nan), False
-        return torch.stack(drawn)[:, None]
+            drawn[-1], self.nan = torch.nan, False
+        return drawn
 
     def drawn(self, ids: Sequence[int]) -> Tensor:
-        stream = torch.Generator().manual_seed(zlib.crc32(bytes(ids)))
-        return 3 * torch.randn(self.args.vocab_size, generator=stream)
+        seed = zlib.crc32(bytes(ids[-3:] if self.repeats else ids))
+        return 3 * torch.randn(self.args.vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 class Bytes:
