@@ -96,7 +96,7 @@ def _is_switch(test: ast.expr) -> bool:
 
 
 def _is_choice(test: ast.expr) -> bool:
-    return ast.unparse(test) == "cache is None"
+    return ast.unparse(test) == "self.cache is None"
 
 
 def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
@@ -106,7 +106,7 @@ def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
     else:
         assert isinstance(place, ast.Assign)
         assert isinstance(place.value, ast.IfExp)
-        test, off = "cache is not None", f"{_source(text, place.targets[0])} = {_source(text, place.value.body)}"
+        test, off = "self.cache is not None", f"{_source(text, place.targets[0])} = {_source(text, place.value.body)}"
     todo, off = textwrap.indent(todo, "    "), textwrap.indent(off, "    ")
     return f"if {test}:\n{todo}else:\n{off}\n"
 
