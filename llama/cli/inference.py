@@ -90,7 +90,7 @@ def main(
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         tokenizer_path: Meta's tokenizer.model, if it is not in ckpt_dir.
         prompt_file: A file that is one more prompt, without its last line end; "-" is standard input. A file named
-            .jsonl has a prompt in each line, {"prompt": TEXT} or a line of OpenAI's batches; see docs/files.md.
+            .jsonl has a prompt in each line, as a JSON object of its own or one of OpenAI's batches; see docs/files.md.
         out: With a .jsonl file, the file of the answers, one a line. The same command resumes a killed run.
         part: With a .jsonl file, answer its i-th of n parts, i/n; by default that of a task of Slurm's job array.
         rows: With a .jsonl file, how many prompts run at a time, by default 16.

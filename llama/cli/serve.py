@@ -51,8 +51,8 @@ def main(
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         quantize: The format of the weights in memory: int8, int4, stored, or none; auto is stored for a quantised .gguf
             file, such as the demo's, else none.
-        speculate: lookup guesses tokens that followed the same tokens before, and verifies several at once if that is
-            faster; no text changes. lookup:N limits a guess to N tokens.
+        speculate: How tokens are guessed: lookup takes those that followed the same tokens before, lookup:N at most N.
+            Several are verified at once if that is faster; no text changes.
         queue: The most texts that wait for a row; further requests get 429.
         grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
         time_limit: The most seconds of a request.

@@ -221,7 +221,9 @@ def _among_others(model: Transformer, text: list[int], dice: random.Random) -> I
                 texts.add(other, min(steps_of_other, limit - len(other)), temperature=0)
             numbers.append(texts.add(text[:end], min(ANSWER, limit - end), temperature=0))
         while not texts.idle:
-            texts.step()
+            for event in texts.step():
+                if event.error is not None and not isinstance(event.error, NonFiniteLogits):
+                    raise event.error
     for number, (end, following) in zip(numbers, pairwise([*ends, len(text) + 1]), strict=True):
         of_text = [
             logits[place : place + 1]

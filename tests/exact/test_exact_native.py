@@ -91,7 +91,7 @@ def test_native_code_that_differs_from_itself_raises_and_stays_fast(monkeypatch:
 
     def by_width(runner: NativeRunner, call: NativeCall) -> None:
         real(runner, call)
-        call.logits.add_(call._memory[1].shape[1] * 1e-5)  # of the ids
+        call.logits.add_(call._batch.width * 1e-5)
 
     _, fast = twins("fp32")
     with monkeypatch.context() as patch:

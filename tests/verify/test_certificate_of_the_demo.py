@@ -129,7 +129,8 @@ class StaleKeys(StaticCache, kind="stale_keys"):
     """Writes, for a single token, the key of the call before."""
 
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
-        super()._write(rows, self._before[: len(xk)] if rows.width == 1 and rows.start != 0 else xk, xv)
+        stale = rows.width == 1 and rows.start != 0 and len(xk) <= len(self._before)
+        super()._write(rows, self._before[: len(xk)] if stale else xk, xv)
         self._before = xk[:, -1:]
 
 
@@ -236,7 +237,7 @@ def test_a_token_that_the_logits_do_not_prefer_and_its_divergence_are_found(monk
 def test_a_cached_run_that_feeds_the_whole_prefix_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole_prefix(self: PlainStepper) -> None:
         begin = [0] * len(self.batch.rows)
-        self.logits = self._feed(self.batch.tokens(begin), Rows.at(begin, self.batch.cur_pos))[:, -1]
+        self.logits = self._feed(self.batch.tokens(begin, self.device), Rows.at(begin, self.batch.cur_pos))[:, -1]
 
     monkeypatch.setattr(PlainStepper, "_decode", whole_prefix)
     (violation,) = certify(one_layer(dtype=torch.float32)).violations

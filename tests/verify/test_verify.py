@@ -193,7 +193,7 @@ def test_exact_mode_counts_pairs(command: Command, monkeypatch: pytest.MonkeyPat
     code, printed = command("--exact", "--runs=2", "--batch_size=1", "--tokens=3")
     assert code == 0
     compared = sum(sum(run["figures"]["compared"].values()) for run in command.written["runs"])
-    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 11 ways; 6 greedy" in printed
+    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 12 ways; 6 greedy" in printed
     assert "exact mode; runs: 2" in printed
     shown = terminal.getvalue()
     stages = ["exact mode: probing products, 1 of ", "exact mode: comparing the model with itself: 100%"]
@@ -219,7 +219,7 @@ def test_native_code_is_certified_to_the_bit(native_command: Command, words: Seq
     assert written["config"]["runner"] == "native"
     assert run["figures"]["bit_equal"] == run["figures"]["compared"]
     compared = sum(run["figures"]["compared"].values())
-    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 11 ways; 24 greedy" in printed
+    assert f"certified: {compared} (configuration, position) pairs bit-equal, in 12 ways; 24 greedy" in printed
     weights = " with int4 weights" if words else ""
     assert f", native{weights} on cpu, KV cache {'paged' if words else 'static'}, exact mode" in printed
 
