@@ -10,18 +10,19 @@ from llama.host.machine import Ceilings
 
 
 class Spread(TypedDict):
-    """`n` values, and the values below which 10 %, 50 % and 90 % of them lie."""
+    """`n` values, and the values below which 10 %, 50 %, 90 % and 99 % of them lie."""
 
     n: int
     median: float
     p10: float
     p90: float
+    p99: float
 
 
 def percentiles(values: Sequence[float]) -> Spread:
-    """Return the median and the 10th and 90th percentile, interpolated between values."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values] * 9
-    return {"n": len(values), "median": statistics.median(values), "p10": tenths[0], "p90": tenths[-1]}
+    """Return the median and the 10th, 90th and 99th percentile, interpolated between values."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [*values] * 99
+    return {"n": len(values), "median": statistics.median(values), "p10": cuts[9], "p90": cuts[89], "p99": cuts[98]}
 
 
 def values_of(row: Row, column: str) -> list[float]:

@@ -16,8 +16,8 @@ CELL = Cell(batch_size=3, input_len=7, output_len=5)
 
 
 def test_a_spread_interpolates_counts_and_pools_the_steps_of_all_repetitions() -> None:
-    assert percentiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {"n": 5, "median": 3.0, "p10": 1.4, "p90": 4.6}
-    assert percentiles([2.0]) == {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0}
+    assert percentiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {"n": 5, "median": 3.0, "p10": 1.4, "p90": 4.6, "p99": 4.96}
+    assert percentiles([2.0]) == {"n": 1, "median": 2.0, "p10": 2.0, "p90": 2.0, "p99": 2.0}
     pooled = spread({"step_seconds": [[1.0, 2.0], [3.0]]}, "step_seconds")
     assert pooled is not None
     assert (pooled["n"], pooled["median"]) == (3, 2.0)

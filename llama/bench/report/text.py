@@ -95,7 +95,7 @@ def _safe(text: str) -> str:
 def report_csv(report: Report) -> str:
     """Return the rows as CSV, with what their cell asked for, then growth and fits.
 
-    Repeated columns are written as median, p10, p90 and n. A missing measurement is an empty field.
+    Repeated columns are written as median, p10, p90, p99 and n. A missing measurement is an empty field.
     """
     views = cell_views(report)
     whole = {"noisy": "yes" if is_noisy(report) else "", "threads": report["environment"].get("threads")}
@@ -120,7 +120,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         figure = spread(row, name) if name in REPEATED else value  # type: ignore[arg-type]
         if isinstance(figure, dict):
-            flat |= {f"{name}_{key}": figure[key] for key in ("median", "p10", "p90", "n")}
+            flat |= {f"{name}_{key}": figure[key] for key in ("median", "p10", "p90", "p99", "n")}
         elif name == "kv_caching" and isinstance(value, bool):
             flat[name] = on_or_off(value)
         elif not isinstance(figure, list) and name not in ("text", "cell", "threads"):
