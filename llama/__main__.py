@@ -20,6 +20,7 @@ swapped, measured and proved.
   chat        A conversation that keeps its cache.
   serve       OpenAI's HTTP interface on this machine, and a page that shows it.
   bench       Time and memory, with the cache and without: --preset table
+  compare     Two results of bench, and whether a difference is shown: A B
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
   kinds       Kinds of cache: name, bytes, what each one does, and its paper.
@@ -43,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("inference", "hold_chat"),
     "serve": ("serve", "main"),
     "bench": ("benchmark_inference", "main"),
+    "compare": ("compare", "main"),
     "verify": ("verify", "main"),
     "watch": ("inference", "show_steps"),
     "kinds": ("kinds", "main"),

@@ -128,6 +128,7 @@ MAY_IMPORT = {
     "llama/cli/terminal.py": ("cli host.console tokenizer.conversation", ""),
     "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
+    "llama/cli/compare.py": ("bench cli host untrusted", ""),
     "llama/cli/lines.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),
     "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words speculation", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
