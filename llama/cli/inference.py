@@ -108,8 +108,8 @@ def main(
             concat, duo-attention, expected-attention, fp8, h2o, int4, int8, keydiff, kivi, knorm, lagkv, paged,
             pyramidkv, quest, random, rotated, snapkv, static, tova and window, which llama-kv kinds describes.
         share_prefix: Feed the common prefix of all prompts once.
-        speculate: lookup guesses tokens that followed the same tokens before, and verifies several at once if that is
-            faster; no text changes with --fast or --exact. lookup:N guesses at most N.
+        speculate: How tokens are guessed: lookup takes those that followed the same tokens before, lookup:N at most N.
+            Several are verified at once if that is faster; no text changes with --fast or --exact.
         fast: Use the fastest implementation that this machine supports, native code on a CPU or CUDA graphs on a GPU.
             By default on with chat or prompt_file, except with watch, exact, several ranks, or on a GPU.
         quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto

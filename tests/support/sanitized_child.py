@@ -20,7 +20,7 @@ from llama.fast import native_call
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import Cache
 from llama.model import Transformer
-from llama.sampling import Sampling
+from llama.sampling import Sampler, Sampling
 
 # Optimising takes a compiler longer than these libraries run.
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
@@ -53,16 +53,16 @@ def choose(model: Transformer) -> None:
     runner = model.runner
     assert isinstance(runner, NativeRunner)
     for vocab in (*LENGTHS, 63, 64, 65, 511, 512, 513, 5000):
-        logits, draws = 3 * torch.randn(2, vocab), torch.rand(2, dtype=torch.float64)
-        for sampling in (
+        settings = (
             Sampling(temperature=0.0),
             Sampling(),
             Sampling(temperature=9.0),
             Sampling(top_k=7, min_p=0.1),
             Sampling(top_p=1.0, min_p=0.01),
-        ):
-            runner.choose(logits, sampling, draws)
-        runner.choose(logits, Sampling(repetition_penalty=1.5), draws, torch.rand(2, vocab) < 0.1)
+            Sampling(repetition_penalty=1.5),
+        )
+        samplers = [Sampler(sampling, torch.Generator(), [0], vocab) for sampling in settings]
+        runner.choose(3 * torch.randn(len(samplers), vocab), samplers, torch.rand(len(samplers), dtype=torch.float64))
 
 
 def generate(model: Transformer) -> None:

@@ -1036,7 +1036,7 @@ void forwards(Int activations, Int bits, bool mixed, bool all_caches) {
 // division of it into such parts; the other rows have the bits of an invariant call.
 template <class T, class Product>
 void long_prompts(Int activations, Int bits, float most_off) {
-    const TinyModel<T> tiny(activations, bits);
+    const TinyModel<T> tiny(activations, bits, false);
     constexpr Int VOCAB = TinyModel<T>::VOCAB;
     const std::string name = std::string("long prompts, ") + name_of(T{}) + ", activations " + std::to_string(activations);
     auto logits = [&](Kind kind, std::vector<std::vector<Int>> calls, Int threads, bool invariant = false) {
