@@ -112,7 +112,9 @@ class Batch:
                 max_new=max_new,
                 stop_ids=request.stop_ids,
                 sampler=Sampler(request.sampling, stream, prompt, vocab_size),
-                guesser=Guesser(request.speculate) if request.speculate is not None and not penalty else None,
+                guesser=Guesser(request.speculate, vocab_size)
+                if request.speculate is not None and not penalty
+                else None,
                 logprobs=request.logprobs,
                 ended=None if max_new else "length",
             )

@@ -256,7 +256,12 @@ def made_cache(model: LanguageModel, batch: Batch) -> Cache | None:
 def make_stepper(model: LanguageModel, batch: Batch, cache: Cache | None) -> Stepper:
     """Return the stepper of the model's runner, or the plain one."""
     made = None if model.runner is None else model.runner.stepper(model, batch, cache)
-    return PlainStepper(model, batch, cache) if made is None else made
+    if made is not None:
+        return made
+    plain = PlainStepper(model, batch, cache)
+    if model.runner is not None and any(kind.prompt for kind in model.runner.plain):
+        plain.width = None  # a call that verifies guesses would be a prompt, which has other bits than steps here
+    return plain
 
 
 class Generation:

@@ -8,11 +8,14 @@ Sources: Leviathan et al., https://arxiv.org/abs/2211.17192; guesses from the te
 decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
+import logging
 from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import eq
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 MOST = 15  # tokens of a guess: with the newest token a row has 16, which every kernel computes as it computes steps
 # Guesses that are considered: with the newest token they are multiples of 4, the rows that share unpacked weights.
@@ -78,7 +81,8 @@ class Guesser:
     proposed, accepted: how many guessed tokens were fed, and how many of these were right.
     """
 
-    def __init__(self, option: str | Callable[[], Proposer]) -> None:
+    def __init__(self, option: str | Callable[[], Proposer], vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._proposer = option() if callable(option) else Lookup()
         self._most = MOST if callable(option) else _most_of(option) or 0
         self._guess: list[int] = []
@@ -93,8 +97,17 @@ class Guesser:
             if guessed != came:
                 break
         self._begin, count = len(ids), min(count, self._most)
-        self._guess = self._proposer.propose(ids, count)[:count] if count > 0 else []
+        self._guess = self._proposed(ids, count) if count > 0 else []
         return self._guess
+
+    def _proposed(self, ids: Sequence[int], count: int) -> list[int]:
+        """Return the proposer's guess up to the first id that the model does not have; none if the proposer fails."""
+        try:
+            guess = [*self._proposer.propose(ids, count)][:count]
+            return list(takewhile(lambda id: 0 <= id < self._vocab_size, guess))
+        except Exception as error:  # other texts go on, and this one does without guesses
+            logger.warning("a proposer of guesses failed: %s: %s", type(error).__name__, error)
+            return []
 
     def count(self, proposed: int, accepted: int) -> None:
         """Note how many guessed tokens were fed, and how many of these were right."""
@@ -149,7 +162,7 @@ class Width:
 
     def _measured(self, tokens: int) -> float:
         seconds, call = self._seconds[tokens]
-        return seconds * (1 - AGING) ** (self._calls - call)
+        return max(seconds * (1 - AGING) ** (self._calls - call), 1e-9)  # a clock may be coarse, and a call long ago
 
 
 def _right(chance: float, count: int) -> float:

@@ -3,14 +3,17 @@
 Knows ids, bytes and rows of caches; does not know when a text runs.
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from llama.batch import Row
 from llama.generation import PlainStepper
-from llama.kv_cache import Cache
+from llama.kv_cache import Cache, PagedCache
 from llama.kv_cache.paged import BLOCK
 from llama.request import Request
+
+logger = logging.getLogger(__name__)
 
 LEAST = 32  # tokens that are worth copying from another text's cache
 
@@ -26,21 +29,27 @@ class Kept(NamedTuple):
 class TextCaches:
     """Caches of one kind for texts on one model.
 
-    root: an empty cache, of which all others are siblings. lossless: whether texts may share beginnings: behind another
-    text's cut, a lossy kind would round or drop keys in another way.
+    root: an empty cache, of which all others are siblings.
+    lossless: whether texts may share beginnings: behind another text's cut, a lossy kind would round or drop keys in
+        another way.
+    most_bytes: the most bytes of all caches; None: no limit. A pool of blocks may have its own.
     """
 
     def __init__(self, model: Any, kind: str, most_bytes: int | None) -> None:
-        """Raise ValueError for a kind that cannot join rows. most_bytes: of all caches; None: no limit."""
-        self._itemsize, self._most_bytes = model.dtype.itemsize, most_bytes
+        """Raise ValueError for a kind that cannot join rows."""
+        self._model, self._itemsize, self.most_bytes = model, model.dtype.itemsize, most_bytes
         self.root: Cache = model.new_cache(kind)
         self.root.check_joins()
         if kind == "paged" and most_bytes is not None:
             block = BLOCK * self.root.position_bytes(self._itemsize)
             self.root = model.new_cache(f"paged:{max(most_bytes // block, 1)}")
+        paged = [layer for layer in self.root.layers if isinstance(layer, PagedCache)]
+        self._by_row = 0 < len(paged) == len(self.root.layers)  # a row takes and returns its own memory
+        if self._by_row and (blocks := paged[0].most_blocks) is not None:
+            of_pool = blocks * BLOCK * self.root.position_bytes(self._itemsize)
+            self.most_bytes = min(of_pool, of_pool if most_bytes is None else most_bytes)
         self.lossless = all(layer.lossless for layer in self.root.layers)
-        self._by_row = self.root.kind.startswith("paged")  # a row takes and returns its own memory
-        self._most = (0, 0)  # rows, and positions of the longest, since the batch began
+        self._most = (0, 0)  # rows, and bytes of the largest text, since the batch began
         self._kept: list[Kept] = []  # the least recently used first
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -51,21 +60,20 @@ class TextCaches:
         held = [held for cache in caches for layer in cache.layers for held in layer.held().values()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
+    def alone(self, request: Request) -> int:
+        """Return the most bytes of a text."""
+        return self._bytes(len(request.prompts[0]), request.longest)
+
     def predicted(self, requests: Collection[Request]) -> int:
         """Return the most bytes of these texts until all have ended, whenever each began."""
-        alone = [self._bytes_alone(len(request.prompts[0]), request.longest) for request in requests]
-        if self._by_row or len(alone) < 2:
+        alone = [self.alone(request) for request in requests]
+        if self._by_row:
             return sum(alone)
-        most = max(self._most[0], len(alone)), max(self._most[1], *(request.longest for request in requests))
-        together = self.root.predicted_bytes(
-            prompts=[len(request.prompts[0]) for request in requests],
-            ends=[request.longest for request in requests],
-            reserved=most,
-            itemsize=self._itemsize,
-        )
-        return max(together, sum(alone)) + max(alone)  # one has its own cache until its row joins
+        rows, largest = max(self._most[0], len(alone)), max([self._most[1], *alone])
+        fed = largest if rows > 1 else 0  # a text has its own cache until its row joins
+        return rows * largest + fed
 
-    def _bytes_alone(self, prompt: int, end: int) -> int:
+    def _bytes(self, prompt: int, end: int) -> int:
         return self.root.text_bytes(prompt=prompt, end=end, itemsize=self._itemsize)
 
     @property
@@ -75,19 +83,21 @@ class TextCaches:
 
     def admit(self, running: Sequence[Request], request: Request) -> bool:
         """Return True if a text fits beside those that run, until all have ended; free kept texts for it."""
+        if not running:
+            self._most = (0, 0)
         together = [*running, request]
-        if self._most_bytes is not None and not self._leave(self.predicted(together)):
+        if not self._leave(self.predicted(together)):
             return False
-        rows, longest = self._most if running else (0, 0)
-        self._most = max(rows, len(together)), max(longest, request.longest)
+        self._most = max(self._most[0], len(together)), max(self._most[1], self.alone(request))
         return True
 
     def _leave(self, needed: int) -> bool:
         """Free kept texts, the least recently used first, until `needed` bytes are left; False if they never are."""
-        assert self._most_bytes is not None
-        if needed > self._most_bytes:
+        if self.most_bytes is None:
+            return True
+        if needed > self.most_bytes:
             return False
-        while self.kept_bytes > self._most_bytes - needed:
+        while self.kept_bytes > self.most_bytes - needed:
             del self._kept[0]
         return True
 
@@ -97,8 +107,10 @@ class TextCaches:
         """Return a cache for a text, and how many of its tokens it has because another text begins alike."""
         (prompt,) = request.prompts
         cache = self.root.sibling(request.longest)
+        now = self._model.source  # keys that were computed in another way, before a change of the model, are dropped
+        self._kept = [text for text in self._kept if text.cache.source == now]
         found = [(_common(text.ids, prompt), text.cache, 0) for text in self._kept]
-        if running is not None and running.cache is not None:
+        if running is not None and running.cache is not None and running.cache.source == now:
             found += [(_common(_cached(row), prompt), running.cache, at) for at, row in enumerate(running.batch.rows)]
         best, source, place = max(found, key=lambda one: one[0], default=(0, cache, 0))
         best = min(best, len(prompt) - 1)  # the logits after the prompt come from its last token
@@ -114,14 +126,19 @@ class TextCaches:
         It takes the place of texts that it continues. running: the texts that still run.
         """
         ids = _cached(row)
-        size = self._bytes_alone(len(ids), len(ids))
-        if self._most_bytes is None or not self.lossless or row.ended == "failed" or len(ids) < LEAST:
+        if self.most_bytes is None or not self.lossless or row.ended == "failed" or len(ids) < LEAST:
             return
-        if self._leave(self.predicted(running) + size):
-            assert stepper.cache is not None
+        size = self._bytes(len(ids), len(ids))
+        if not self._leave(self.predicted(running) + size):
+            return
+        assert stepper.cache is not None
+        try:
             cache = stepper.cache.row_copy(stepper.batch.rows.index(row), len(ids))
-            self._kept = [text for text in self._kept if text.ids != ids[: len(text.ids)]]
-            self._kept.append(Kept(ids, cache, size))
+        except Exception as error:  # the text itself is complete
+            logger.info("a text that has ended is not kept: %s", error)
+            return
+        self._kept = [text for text in self._kept if text.ids != ids[: len(text.ids)]]
+        self._kept.append(Kept(ids, cache, size))
 
 
 def _cached(row: Row) -> list[int]:

@@ -68,7 +68,7 @@ class Texts:
         """
         if rows < 1 or piece < 1:
             raise ValueError(f"rows={rows!r} and piece={piece!r} must be whole numbers of at least 1")
-        self._model, self._rows, self._piece, self._cache_bytes = model, rows, piece, cache_bytes
+        self._model, self._rows, self._piece = model, min(rows, model.args.max_batch_size or rows), piece
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
         self._numbers = count()
@@ -121,11 +121,11 @@ class Texts:
         limits, options["on_step"] = self._model.args, self._on_step
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._caches.root.bound)
         check_speculation(request, self._caches.root, self._model.ranks.size)
-        needed = self._caches.predicted([request])
-        if self._cache_bytes is not None and needed > self._cache_bytes:
+        needed, most = self._caches.alone(request), self._caches.most_bytes
+        if most is not None and needed > most:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with max_gen_len={max_gen_len} needs {needed:,} bytes of cache, and "
-                f"there are {self._cache_bytes:,} for all texts; shorten it, or allow more"
+                f"there are {most:,} for all texts; shorten it, or allow more"
             )
         number = next(self._numbers)
         self._texts[number] = _Text(request)
@@ -149,6 +149,9 @@ class Texts:
 
     def step(self) -> list[Event]:
         """Make the next token of all texts that generate, then feed about one piece of prompts; return the events."""
+        for stepper in (self._running, self._fed):
+            if stepper is not None:
+                stepper.batch.maybe_changed = True  # code of the caller may have run since the last step
         with torch.inference_mode():
             return [*self._decoded(), *self._prompts_fed()]
 
@@ -176,28 +179,34 @@ class Texts:
         """Feed pieces of prompts, about `piece` tokens in all; the texts whose prompts end there begin to generate."""
         events: list[Event] = []
         left = self._piece
-        while left > 0 and (stepper := self._fed or self._admitted(events)) is not None:
-            self._fed, batch = stepper, stepper.batch
-            begin, end = batch.prefix_len, len(batch.rows[0].ids)
-            cut = end if self._caches.root.whole_prompt else (begin // self._piece + 1) * self._piece
-            left -= min(cut, end) - begin
-            try:
-                if cut < end:
-                    stepper.feed(cut)
-                    continue
-                self._fed = None
-                for _ in stepper.prefill():
-                    pass
-                steps = iter(stepper)
-                events += self._chosen(stepper, steps)
-                if batch.goes_on and self._running is not None:
-                    self._running.join(stepper)
-                elif batch.goes_on:
-                    self._running, self._steps = stepper, steps
-            except Exception as error:
-                self._fed = None
-                events += self._failed(stepper, error)
+        while left > 0 and (self._fed is not None or self._admitted(events)):
+            left -= self._piece_fed(events)
         return events
+
+    def _piece_fed(self, events: list[Event]) -> int:
+        """Feed a piece of a prompt, and return its number of tokens. A call of its own, so that caches are freed."""
+        stepper = self._fed
+        assert stepper is not None
+        batch = stepper.batch
+        begin, end = batch.prefix_len, len(batch.rows[0].ids)
+        cut = end if self._caches.root.whole_prompt else (begin // self._piece + 1) * self._piece
+        try:
+            if cut < end:
+                stepper.feed(cut)
+                return cut - begin
+            self._fed = None
+            for _ in stepper.prefill():
+                pass
+            steps = iter(stepper)
+            events += self._chosen(stepper, steps)
+            if batch.goes_on and self._running is not None:
+                self._running.join(stepper)
+            elif batch.goes_on:
+                self._running, self._steps = stepper, steps
+        except Exception as error:
+            self._fed = None
+            events += self._failed(stepper, error)
+        return end - begin
 
     def _chosen(self, stepper: PlainStepper, steps: Iterator[Chosen]) -> list[Event]:
         """Make the next choice of a stepper, add the tokens to their texts, and return the events of these."""
@@ -232,8 +241,8 @@ class Texts:
 
     # ---- which text is next ------------------------------------------------------------------------------------------
 
-    def _admitted(self, events: list[Event]) -> PlainStepper | None:
-        """Return a stepper for the first text that waits, if a row is free and its whole length fits beside the others.
+    def _admitted(self, events: list[Event]) -> bool:
+        """Begin to feed the first text that waits, if a row is free and its whole length fits beside the others.
 
         So no text that runs is ever stopped for lack of memory. A text that cannot begin fails, which is an event.
         """
@@ -241,7 +250,7 @@ class Texts:
             number = self._waiting[0]
             text = self._texts[number]
             if not self._caches.admit(self._requests(), text.request):
-                return None
+                return False
             self._waiting.popleft()
             try:
                 cache, text.reused = self._caches.beginning(text.request, self._running)
@@ -250,11 +259,12 @@ class Texts:
                 text.row.number = number
                 stepper = make_stepper(self._model, batch, cache)
                 assert isinstance(stepper, PlainStepper)
-                return stepper
+                self._fed = stepper
+                return True
             except Exception as error:
                 del self._texts[number]
                 events.append(Event(number, None, "failed", error))
-        return None
+        return False
 
     def _requests(self) -> list[Request]:
         """Return the texts that run."""

@@ -3,11 +3,13 @@
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from typing import Any
 
 import pytest
+import torch
 from fakes import Bytes, Ids, Remembering
 from native import ARGS, VOCAB, needs_a_compiler, twins
 from refusals import unrefused
@@ -60,7 +62,7 @@ def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[t
                 made[event.number][0].append(event.token.id)
                 made[event.number][1].append(event.token.logprob)
         predicted = max(predicted, texts.predicted_bytes)
-        assert texts.nbytes <= (texts._cache_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
+        assert texts.nbytes <= (texts._caches.most_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
     assert texts._rows == 1 or not texts._caches.lossless or max(reused) >= LEAST, "no beginning was shared"
     return list(made.values())
 
@@ -131,6 +133,40 @@ def test_no_step_of_many_texts_is_left_to_the_plain_path_because_it_is_faster() 
     made = together(Texts(steady(model), rows=3), given)
     model.runner.plain = frozenset()
     assert made == alone(model, given)
+
+
+LIMITED = ["static", "concat", "paged", "paged:24", "paged@0;static"]
+
+
+@pytest.mark.parametrize("kv_cache", cases(LIMITED, "static", "paged:24"))
+def test_texts_wait_for_rows_and_memory_and_none_fails(kv_cache: str) -> None:
+    """Some end at their first token, long ones stand beside short ones, and a pool or the model has its own limit."""
+    model = tiny_model(replace(ARGS, max_batch_size=3 if kv_cache == "static" else None)).requires_grad_(False)
+    sizes = [(100, 1), (100, 1), (100, 28), (2, 20), (2, 20), (2, 20), (2, 20)]
+    given = [{"prompt": [5] * prompt, "max_gen_len": n} for prompt, n in sizes]
+    position = model.new_cache("static").position_bytes(8)
+    texts = Texts(model, rows=8, kv_cache=kv_cache, cache_bytes=None if kv_cache == "paged:24" else 600 * position)
+    numbers = [texts.add(**one, temperature=0) for one in given]
+    finish = {}
+    while not texts.idle:
+        for event in texts.step():
+            assert event.error is None
+            finish[event.number] = event.finish
+        assert texts.nbytes <= (texts._caches.most_bytes or 0)
+    assert finish == dict.fromkeys(numbers, "length")
+
+
+@needs_a_compiler
+def test_a_change_of_the_model_between_two_steps_counts_in_the_next_one() -> None:
+    _, model = twins("fp32", ARGS)
+    texts, text = Texts(steady(model), rows=2), [1, 2, 3]
+    texts.add(text, 9, temperature=0)
+    for change in (False, False, True, False):
+        if change:
+            model.output.weight = torch.nn.Parameter(model.output.weight.roll(1, 0), requires_grad=False)
+        expected = model.generate_tokens([text], 1, temperature=0)[0][0]
+        text = [*text, *(event.token.id for event in texts.step() if event.token is not None)]
+        assert text[-1:] == expected
 
 
 # ---- generate_many ---------------------------------------------------------------------------------------------------
@@ -241,7 +277,7 @@ def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> 
 class FixedRows:
     """A runner whose batches no row can join."""
 
-    name = "recorded"
+    name, plain = "recorded", frozenset[CallKind]()
 
     def steady(self) -> None: ...
     def stepper(self, *_: Any) -> None: ...

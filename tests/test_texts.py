@@ -44,7 +44,7 @@ class TextsComeAndGo(RuleBasedStateMachine):
     @initialize(
         rows=st.integers(1, 4),
         piece=st.sampled_from([1, 3, 64]),
-        cache_bytes=st.sampled_from([None, 70, 150]),
+        cache_bytes=st.sampled_from([None, 70, 300]),
         repeats=st.booleans(),
     )
     def begin(self, rows: int, piece: int, cache_bytes: int | None, *, repeats: bool) -> None:

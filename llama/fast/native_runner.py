@@ -298,6 +298,7 @@ class NativeStepper(PlainStepper):
         if self._runner.watch is not None:
             self._runner.watch(len(rows.starts), rows.width)
         self._runner.run(call)
+        call.cache = None  # its workspace alone is used again; the cache's memory may be replaced by larger one
         return call.logits
 
     def _call_of(self, tokens: Tensor, rows: Rows) -> NativeCall | None:

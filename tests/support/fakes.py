@@ -123,7 +123,7 @@ class Memory:
     most: the most positions that all caches have held at a time.
     """
 
-    bound, kind = None, "static"
+    bound, kind, source = None, "static", None
     whole_prompt = False
     layers: tuple[()] = ()
     most: ClassVar[int] = 0
@@ -181,7 +181,7 @@ class Remembering(Generation, Many):
     repeats: only the last three ids count, so greedy texts repeat themselves.
     """
 
-    kv_caching, kv_cache = True, "static"
+    kv_caching, kv_cache, source = True, "static", None
     device = torch.device("cpu")
     dtype = torch.float32
 
