@@ -145,6 +145,12 @@ def test_threads_without_openmp_compute_the_same_numbers(tmp_path: Path, with_av
     check_same(run(built(tmp_path, *AVX2, "-fno-openmp", "-fsanitize=thread", "-DFORWARDS_ALONE")), with_avx2)
 
 
+@pytest.mark.usefixtures("every_build")
+def test_tiles_give_a_row_its_bits_in_any_batch_and_any_parts(tmp_path: Path, with_avx2: Printed) -> None:
+    check_same(run(built(tmp_path, *AVX2, "-O1", "-DEMULATE_TILES")), with_avx2)
+
+
+@pytest.mark.usefixtures("every_build")
 def test_the_kernels_stay_within_their_buffers_and_within_arithmetic(tmp_path: Path, with_avx2: Printed) -> None:
     check_same(run(built(tmp_path, *AVX2, *SANITIZED, "-DEMULATE_TILES")), with_avx2)
 
