@@ -1,7 +1,6 @@
 """Public clients, signals to a process, a browser, and many clients that come, go, stall and send garbage."""
 
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, DRIVER, chromium
 from fakes import write_checkpoint
 from serving import Endless, Served, Slow, serving
 from test_texts_served import read_all, wait_for
@@ -129,26 +129,19 @@ def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
-CHROMIUM, DRIVER = (shutil.which(name) for name in ("chromium", "chromedriver"))
 SHIFTS = """
 window.shift = 0;
 const add = (list) => list.getEntries().forEach((one) => { window.shift += one.hadRecentInput ? 0 : one.value; });
 new PerformanceObserver(add).observe({ type: "layout-shift", buffered: true });
 """
-FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
 
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     if not (CHROMIUM and DRIVER):
         pytest.skip("there is no Chromium with its driver here")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"user-data-dir={tmp_path}"]:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver = chromium(tmp_path)
     yield driver
     driver.quit()
 

@@ -3,12 +3,12 @@
 Chromium runs without a window, and nothing is fetched. Skipped without Chromium, its driver or selenium.
 """
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, DRIVER, chromium
 from fakes import Ids
 from tiny import tiny_model
 
@@ -22,14 +22,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver here"),
 ]
 
-FLAGS = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
 PROMPT, NEW = [3, 1, 4, 1, 5], 9
 KINDS = ("static", "window:6+2", "int8")
 
@@ -86,12 +83,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory, recordings: dict[str, Record
     folder = tmp_path_factory.mktemp("pages")
     for kind, recording in recordings.items():
         (folder / f"{kind.partition(':')[0]}.html").write_bytes(page(recording).encode())
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"user-data-dir={folder / 'profile'}"]:
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver = chromium(folder / "profile")
     try:
         yield Page(driver, folder)
     finally:

@@ -334,6 +334,24 @@ void packed_products() {
     exact("packed 4" + activations + ", infinity", product(kind, packed.matrix, x, 2));
 }
 
+// A mapped matrix of random blocks whose scales are small numbers.
+template <class Type>
+struct Mapped {
+    std::vector<std::uint8_t> file;
+    Matrix matrix{};
+
+    Mapped(Dice& dice, Int block, Int columns, Int length) {
+        const Int blocks = columns * length / Type::LENGTH;
+        file = integers<std::uint8_t>(dice, blocks * Type::BYTES, 0, 255);
+        const std::vector<half> scales = numbers<half>(dice, 2 * blocks, 0x1p-8f, 0x1p-6f);
+        const bool zeros = block != 2 && block != 6 && block != 8 && block != 14;
+        for (Int b = 0; b < blocks; b++)
+            std::memcpy(file.data() + b * Type::BYTES + (block == 14 ? 208 : 0), &scales[2 * b], zeros ? 4 : 2);
+        matrix.weight = file.data(), matrix.columns = columns, matrix.length = length, matrix.block = block;
+        matrix.bits = Type::BITS, matrix.offset = zeros ? 0 : Int(1) << (Type::BITS - 1);
+    }
+};
+
 // Blocks of a file, as they are and multiplied.
 template <int ACTIVATIONS>
 void mapped_products() {
@@ -341,15 +359,9 @@ void mapped_products() {
     for (const Int block : {2, 3, 6, 7, 8, 12, 13, 14})
         with_block(block, [&](auto type) {
             using Type = decltype(type);
-            constexpr Int COLUMNS = 67, LENGTH = 512, BLOCKS = COLUMNS * LENGTH / Type::LENGTH;
-            auto file = integers<std::uint8_t>(dice, BLOCKS * Type::BYTES, 0, 255);
-            const std::vector<half> scales = numbers<half>(dice, 2 * BLOCKS, 0x1p-8f, 0x1p-6f);
-            const bool zeros = block != 2 && block != 6 && block != 8 && block != 14;
-            for (Int b = 0; b < BLOCKS; b++)
-                std::memcpy(file.data() + b * Type::BYTES + (block == 14 ? 208 : 0), &scales[2 * b], zeros ? 4 : 2);
-            Matrix matrix{};
-            matrix.weight = file.data(), matrix.columns = COLUMNS, matrix.length = LENGTH, matrix.block = block;
-            matrix.bits = Type::BITS, matrix.offset = zeros ? 0 : Int(1) << (Type::BITS - 1);
+            constexpr Int COLUMNS = 67, LENGTH = 512;
+            const Mapped<Type> mapped(dice, block, COLUMNS, LENGTH);
+            const Matrix& matrix = mapped.matrix;
             products("block " + std::to_string(block) + ", activations " + std::to_string(ACTIVATIONS),
                      Packed<ACTIVATIONS, float>{false}, matrix, exact<float>);
         });
@@ -516,15 +528,9 @@ void mapped_tile_products() {
     for (const Int block : {2, 3, 6, 7, 8, 12, 13, 14})
         with_block(block, [&](auto type) {
             using Type = decltype(type);
-            constexpr Int COLUMNS = 35, LENGTH = 2304, BLOCKS = COLUMNS * LENGTH / Type::LENGTH, ROWS = 40;
-            auto file = integers<std::uint8_t>(dice, BLOCKS * Type::BYTES, 0, 255);
-            const std::vector<half> scales = numbers<half>(dice, 2 * BLOCKS, 0x1p-8f, 0x1p-6f);
-            const bool zeros = block != 2 && block != 6 && block != 8 && block != 14;
-            for (Int b = 0; b < BLOCKS; b++)
-                std::memcpy(file.data() + b * Type::BYTES + (block == 14 ? 208 : 0), &scales[2 * b], zeros ? 4 : 2);
-            Matrix matrix{};
-            matrix.weight = file.data(), matrix.columns = COLUMNS, matrix.length = LENGTH, matrix.block = block;
-            matrix.bits = Type::BITS, matrix.offset = zeros ? 0 : Int(1) << (Type::BITS - 1);
+            constexpr Int COLUMNS = 35, LENGTH = 2304, ROWS = 40;
+            const Mapped<Type> mapped(dice, block, COLUMNS, LENGTH);
+            const Matrix& matrix = mapped.matrix;
             std::vector<char> room(room_of(3, LENGTH));
             const Matrix in_memory = unpacked(matrix, 0, 3, room.data());
             const std::vector<float> x = numbers<float>(dice, ROWS * LENGTH, 2.0f);
