@@ -171,13 +171,12 @@ def _completions(
     writer: Writer, prompts: Numbered, max_gen_len: int, stop: str | Sequence[str], options: Options
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each prompt's number and Completion as soon as it ends; take a prompt when none waits."""
-    numbers: dict[int, int] = {}  # of prompts, by those of texts
     while True:
         while writer.texts.waiting == 0 and (item := next(prompts, None)) is not None:
             number, prompt, seed = item
             own: Options = {**options, "seed": seed}
             try:
-                numbers[writer.add(prompt, max_gen_len, stop, **own).number] = number
+                writer.add(prompt, max_gen_len, stop, **own)
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from error
         if writer.texts.idle:
@@ -186,7 +185,7 @@ def _completions(
             if written.error is not None:
                 raise written.error
             if written.ended is not None:
-                yield numbers.pop(written.number), written.completion
+                yield written.number, written.completion  # texts have the numbers of their prompts
 
 
 def _in_chunks(

@@ -5,6 +5,7 @@ Knows ids, bytes and rows of caches; does not know when a text runs.
 
 import logging
 from collections.abc import Collection, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from llama.batch import Row
@@ -48,6 +49,9 @@ class TextCaches:
         if self._by_row and (blocks := paged[0].most_blocks) is not None:
             of_pool = blocks * BLOCK * self.root.position_bytes(self._itemsize)
             self.most_bytes = min(of_pool, of_pool if most_bytes is None else most_bytes)
+        # Remembered: a text that waits is compared at every step, and a kind may compute its bytes layer by layer.
+        bytes_of = partial(self.root.text_bytes, itemsize=self._itemsize)
+        self._bytes = lru_cache(maxsize=4096)(lambda prompt, end: bytes_of(prompt=prompt, end=end))
         self.lossless = all(layer.lossless for layer in self.root.layers)
         self._most = (0, 0)  # rows, and bytes of the largest text, since the batch began
         self._kept: list[Kept] = []  # the least recently used first
@@ -72,9 +76,6 @@ class TextCaches:
         rows, largest = max(self._most[0], len(alone)), max([self._most[1], *alone])
         fed = largest if rows > 1 else 0  # a text has its own cache until its row joins
         return rows * largest + fed
-
-    def _bytes(self, prompt: int, end: int) -> int:
-        return self.root.text_bytes(prompt=prompt, end=end, itemsize=self._itemsize)
 
     @property
     def kept_bytes(self) -> int:

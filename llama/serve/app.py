@@ -291,7 +291,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _refused(error: Exception) -> Refused:
-    """Return an error as an answer; log one that nobody expected, as one line."""
+    """Return an error as an answer; log an unexpected one as one line."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):

@@ -1,7 +1,7 @@
 """The one thread that uses the model: it steps the texts of all requests. Knows no HTTP.
 
-Requests reach it as calls in a queue, which it reads once a step. What a text gains is delivered by a function of its
-job.
+Requests reach it as calls in a queue, which it reads once a step. Each job has a function that gets the updates of its
+text.
 """
 
 import json
