@@ -53,7 +53,7 @@ class TextCaches:
         bytes_of = partial(self.root.text_bytes, itemsize=self._itemsize)
         self._bytes = lru_cache(maxsize=4096)(lambda prompt, end: bytes_of(prompt=prompt, end=end))
         self.lossless = all(layer.lossless for layer in self.root.layers)
-        self._most = (0, 0)  # rows, and bytes of the largest text, since the batch began
+        self._most = 0, 0  # rows, and bytes of the largest text, since the batch began
         self._kept: list[Kept] = []  # the least recently used first
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class TextCaches:
     def predicted(self, requests: Collection[Request]) -> int:
         """Return the most bytes of these texts until all have ended, whenever each began."""
         alone = [self.alone(request) for request in requests]
-        if self._by_row:
+        if self._by_row or not alone:
             return sum(alone)
         rows, largest = max(self._most[0], len(alone)), max([self._most[1], *alone])
         fed = largest if rows > 1 else 0  # a text has its own cache until its row joins
@@ -82,10 +82,14 @@ class TextCaches:
         """The bytes of the texts that are kept. Memory that they share with others counts in each."""
         return sum(text.nbytes for text in self._kept)
 
+    def begin_batch(self, running: Sequence[Request]) -> None:
+        """Forget the size of a batch that has ended; these texts are left, or none."""
+        self._most = len(running), max(map(self.alone, running), default=0)
+
     def admit(self, running: Sequence[Request], request: Request) -> bool:
         """Return True if a text fits beside those that run, until all have ended; free kept texts for it."""
         if not running:
-            self._most = (0, 0)
+            self.begin_batch([])
         together = [*running, request]
         if not self._leave(self.predicted(together)):
             return False

@@ -174,6 +174,7 @@ class Texts:
             self._running.drop_ended()
         else:
             self._running, self._steps = None, iter(())
+            self._caches.begin_batch(self._requests())
 
     def _prompts_fed(self) -> list[Event]:
         """Feed pieces of prompts, about `piece` tokens in all; the texts whose prompts end there begin to generate."""

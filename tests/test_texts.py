@@ -93,6 +93,13 @@ class TextsComeAndGo(RuleBasedStateMachine):
         if getattr(self, "limit", None) is not None:
             assert Memory.most <= self.limit
 
+    @invariant()
+    def ended_texts_are_predicted_no_bytes(self) -> None:
+        if hasattr(self, "texts"):
+            kept = self.texts._caches.kept_bytes
+            assert self.texts.predicted_bytes >= kept
+            assert self.texts.predicted_bytes == kept or self.texts.running > 0
+
     def teardown(self) -> None:
         if not hasattr(self, "texts"):
             return

@@ -4,6 +4,7 @@ from llama.kv_cache.attended import Attended
 from llama.kv_cache.cache import Cache
 from llama.kv_cache.contract import KVCache, check_lossless
 from llama.kv_cache.names import cache_kind
+from llama.kv_cache.paged import PagedCache
 from llama.kv_cache.scored import ScoredCache
 from llama.kv_cache.static import StaticCache
 
@@ -11,6 +12,7 @@ __all__ = [
     "Attended",
     "Cache",
     "KVCache",
+    "PagedCache",
     "ScoredCache",
     "StaticCache",
     "cache_kind",
