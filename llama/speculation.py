@@ -18,8 +18,8 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 MOST = 15  # tokens of a guess: with the newest token a row has 16, which every kernel computes as it computes steps
-# Guesses that are considered: with the newest token they are multiples of 4, the rows that share unpacked weights.
-WIDTHS = (3, 7, MOST)
+# Guesses that are considered: with the newest token 4, 5, 8 or 16 rows, most of which share unpacked weights.
+WIDTHS = (3, 4, 7, MOST)
 NGRAMS = (3, 2)  # the tokens at a text's end that are looked up: the longest match counts
 CHEAP = 1 / 8  # the expected seconds of a token more, as a share of a step's, before any guess was fed
 AGING = 1 / 1024  # a measurement counts as less by this share for each later call, so that it is repeated now and then

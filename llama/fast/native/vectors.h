@@ -459,11 +459,14 @@ INLINE float dot(const T* x, const T* w, Int length) {
 }
 
 // Call act(ROWS, row) for all rows, with ROWS a compile-time constant: MOST at a time while that leaves none or at
-// least 4, then 4 at a time, then the others.
+// least 4, then 4 at a time, then the others. With MOST = 5, five at a time only until the others are a multiple of 4.
 template <int MOST = TOGETHER, class Act>
 void by_rows(Int rows, Act act) {
     Int r = 0;
-    if constexpr (MOST > TOGETHER)
+    if constexpr (MOST == TOGETHER + 1)
+        for (Int fives = rows % TOGETHER; fives > 0 && MOST * fives <= rows - r; fives--, r += MOST)
+            act(std::integral_constant<int, MOST>(), r);
+    else if constexpr (MOST > TOGETHER)
         for (; rows - r == MOST || rows - r >= MOST + TOGETHER; r += MOST) act(std::integral_constant<int, MOST>(), r);
     for (; r + TOGETHER <= rows; r += TOGETHER) act(std::integral_constant<int, TOGETHER>(), r);
     if (rows - r == 3) act(std::integral_constant<int, 3>(), r);
