@@ -72,9 +72,9 @@ class Writer:
         self.texts.cancel(written.number)
         self._written.pop(written.number, None)
 
-    def step(self) -> Iterator[tuple[Written, str]]:
-        """Make one step; yield each text that has grown or ended, with its new piece of text."""
-        for event in self.texts.step():
+    def step(self, *, maybe_changed: bool = True) -> Iterator[tuple[Written, str]]:
+        """Make one step; yield each text that has grown or ended, with its new piece of text. See `Texts.step`."""
+        for event in self.texts.step(maybe_changed=maybe_changed):
             written = self._written.get(event.number)
             if written is None:  # ended by a stop string, in the same step
                 continue
@@ -171,20 +171,25 @@ def _completions(
     writer: Writer, prompts: Numbered, max_gen_len: int, stop: str | Sequence[str], options: Options
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each prompt's number and Completion as soon as it ends; take a prompt when none waits."""
+    maybe_changed = more = True  # the caller's code may change the model, as the iterable's may, also at its end
     while True:
-        while writer.texts.waiting == 0 and (item := next(prompts, None)) is not None:
-            number, prompt, seed = item
-            own: Options = {**options, "seed": seed}
-            try:
-                writer.add(prompt, max_gen_len, stop, **own)
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}") from error
+        while more and writer.texts.waiting == 0:
+            item, maybe_changed = next(prompts, None), True
+            if more := item is not None:
+                number, prompt, seed = item
+                own: Options = {**options, "seed": seed}
+                try:
+                    writer.add(prompt, max_gen_len, stop, **own)
+                except ValueError as error:
+                    raise ValueError(f"prompt {number}: {error}") from error
         if writer.texts.idle:
             return
-        for written, _ in writer.step():
+        grown, maybe_changed = writer.step(maybe_changed=maybe_changed), False
+        for written, _ in grown:
             if written.error is not None:
                 raise written.error
             if written.ended is not None:
+                maybe_changed = True
                 yield written.number, written.completion  # texts have the numbers of their prompts
 
 

@@ -147,11 +147,13 @@ class Texts:
             self._caches.keep(text.row, self._running, self._requests())
             self._drop_ended()
 
-    def step(self) -> list[Event]:
-        """Make the next token of all texts that generate, then feed about one piece of prompts; return the events."""
-        for stepper in (self._running, self._fed):
-            if stepper is not None:
-                stepper.batch.maybe_changed = True  # code of the caller may have run since the last step
+    def step(self, *, maybe_changed: bool = True) -> list[Event]:
+        """Make the next token of all texts that generate, then feed about one piece of prompts; return the events.
+
+        maybe_changed: False if the model is certainly the one of the last step: comparing it takes some milliseconds.
+        """
+        if self._running is not None and (maybe_changed or self._on_step is not None):
+            self._running.batch.maybe_changed = True
         with torch.inference_mode():
             return [*self._decoded(), *self._prompts_fed()]
 

@@ -169,6 +169,24 @@ def test_a_change_of_the_model_between_two_steps_counts_in_the_next_one() -> Non
         assert text[-1:] == expected
 
 
+@needs_a_compiler
+def test_a_change_of_the_model_by_the_end_of_the_prompts_counts_in_the_next_step() -> None:
+    _, model = twins("fp32", ARGS)
+    weights = [torch.nn.Parameter(model.output.weight.roll(by, 0), requires_grad=False) for by in (0, 1)]
+
+    def prompts() -> Iterator[list[int]]:
+        yield [1, 2, 3]
+        yield [4, 5]  # after the first step
+        model.output.weight = weights[1]  # after the second one
+
+    made = dict(model.generate_many(Ids(), prompts(), 4, rows=2, temperature=0))
+    text = [1, 2, 3]
+    for id, weight in zip(made[0]["ids"], [*weights[:1] * 2, *weights[1:] * 2], strict=True):
+        model.output.weight = weight
+        assert model.generate_tokens([text], 1, temperature=0)[0][0] == [id]
+        text.append(id)
+
+
 # ---- generate_many ---------------------------------------------------------------------------------------------------
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [1, 2, 6], [2, 2]]

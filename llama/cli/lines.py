@@ -188,7 +188,7 @@ def answers(writer: Writer, lines: Iterator[tuple[int, bytes]], arguments: Argum
                 yield {"line": question.number, "times": None, "answer": question.refusal(why)}
         if writer.texts.idle:
             return
-        for written, _ in writer.step():
+        for written, _ in writer.step(maybe_changed=False):
             if written.ended is not None:
                 question = asked.pop(written.number)
                 yield {"line": question.number, **question.ended(written)}

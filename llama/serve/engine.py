@@ -191,7 +191,7 @@ class Engine:
 
     def _step(self) -> None:
         """Make the next token of every text, one of the first text without cache, and, if there is none, of a check."""
-        for written, piece in self._writer.step():
+        for written, piece in self._writer.step(maybe_changed=False):
             self._tell(self._jobs[written.number], self._gained(written, piece))
         if self._uncached and (job := self._uncached[0]).alone is not None:
             update = next(job.alone)
@@ -264,7 +264,7 @@ class Engine:
             options: Options = {**job.options, "logprobs": True}
             self._checking = writer, writer.add(job.prompt, job.max_tokens, job.stop, **options), expected
         writer, written, expected = self._checking
-        for _ in writer.step():
+        for _ in writer.step(maybe_changed=False):
             pass
         if writer.texts.idle:
             self._checking = None
