@@ -1,6 +1,6 @@
 """The mistakes that the grader knows: what each is called, what it costs, and a hint that is not the answer.
 
-Knows words and points; course/diagnose.py recognises the mistakes.
+Knows words and points; course/diagnose.py recognises the mistakes: a new one needs a row here and a rule there.
 """
 
 import re

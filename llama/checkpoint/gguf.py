@@ -1,6 +1,6 @@
 """llama.cpp's format: one .gguf file with sizes, vocabulary and weights, often quantised.
 
-The gguf package dequantises. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The gguf package dequantises; untrusted/gguf_header.py reads the header, and rejects types that are unknown. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math

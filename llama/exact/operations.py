@@ -3,9 +3,9 @@
 A matrix product rounds a row differently when it is alone, attention rounds differently for another number of keys, and
 so do the last few numbers of a vector loop. So all operands are cut into tiles of one shape: rows in whole blocks,
 queries in blocks of 16 that begin at multiples of 16, keys in chunks of 64. The number of rows that a block needs
-depends on the machine: see `probe`. Ranks that share a model cut its products, so each product is computed in slices:
-any number of ranks that divides them gives the same bits. On CUDA, `triton_kernels` has the same operations. Knows
-tensors; does not know a model.
+depends on the machine: see products.py. Ranks that share a model cut its products, so each product is computed in
+slices: any number of ranks that divides them gives the same bits. On CUDA, `triton_kernels` has the same operations.
+Knows tensors; does not know a model.
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.exact.batch_invariance import cuts
-from llama.exact.probe import SIDE, exact_product, is_its_slices, round_up
+from llama.exact.products import SIDE, exact_product, is_its_slices, round_up
 from llama.ops import UNCHANGED, Ops, Scoring, rms_norm, softmax_attention
 from llama.ranks import Ranks
 from llama.rows import Rows

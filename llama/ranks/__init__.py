@@ -1,6 +1,7 @@
 """The collective operations of the processes that share one model.
 
-`Ranks` is one process with the whole model; `llama.ranks.torchrun` makes the ranks of a torchrun. Knows tensors.
+`Ranks` is one process with the whole model; `llama.ranks.torchrun` makes the ranks of a torchrun. Which part
+of a weight a rank reads is `Weight.part` in checkpoint/assemble.py. Knows tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping

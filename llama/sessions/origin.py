@@ -98,7 +98,7 @@ def rounding_digest(weights: Iterable[Tensor]) -> str:
     A library chooses its kernels for each shape and dtype by the CPU's instruction set, its version and the environment
     (for example ONEDNN_MAX_CPU_ISA), and does not report its choice. The bits of a product show it.
     """
-    from llama.exact.probe import sensitive  # deferred: only exact mode needs it
+    from llama.exact.products import sensitive  # deferred: only exact mode needs it
 
     digest = Digest()
     for shape, weight in sorted({weight.shape: weight for weight in weights if weight.ndim == 2}.items()):

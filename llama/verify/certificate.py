@@ -244,7 +244,7 @@ def _judge(
         tokens=sum(map(len, cached.ids)),
         equal_tokens=sum(_comparable(cached, uncached)) - len(divergences),
         positions=len(r.index),
-        near_ties=int((r.margin <= 2 * bound).sum()),
+        near_ties=int((r.margin <= tolerance.DECIDED * bound).sum()),
         same_top=int((c.choice == u.choice).sum()),
         bound=float(bound.max()),
         error_ratio=max(ratios),
@@ -299,7 +299,7 @@ def _errors_of(
             ),
         ),
         (
-            finite & (margin > 2 * allowed) & (one.choice != prefers),
+            finite & (margin > tolerance.DECIDED * allowed) & (one.choice != prefers),
             lambda i: f"token {one.choice[i]} is preferred, and {prefers[i]} in float64, by {margin[i]:.3g}",
         ),
         (~one.equal & bits, lambda i: "the bits are not those of the uncached pass, in exact mode"),
@@ -348,5 +348,5 @@ def _divergences(
             position,
             tokens=[run.ids[row][step] for run in runs],
             margins=[margin if math.isfinite(margin) else None for margin in margins],
-            explained=margins[-1] <= 2 * float(bound[index]),
+            explained=margins[-1] <= tolerance.DECIDED * float(bound[index]),
         )

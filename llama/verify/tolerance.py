@@ -23,6 +23,8 @@ TOLERANCE_FACTOR = {8: 32.0, 4: 32.0, 2: 8.0}
 CEILING, SPREAD = 32.0, 0.5
 # Native code rounds the inputs of quantised products to 16 bits, with one scale a row.
 ACTIVATION_EPS = 2.0**-15
+# A position is decided if its two largest logits differ by more than so many bounds: either may be off by one.
+DECIDED = 2.0
 FLOAT64_TOLERANCE = 1e-9  # for cached against uncached in float64; at most 5.1e-11 was seen
 
 

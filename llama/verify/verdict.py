@@ -14,6 +14,7 @@ from llama.host.files import replace_file
 from llama.host.machine import DTYPES
 from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures
 from llama.verify.passes import STEPS, UNCACHED
+from llama.verify.tolerance import DECIDED
 
 SCHEMA = "llama-kv/verify/4"
 
@@ -122,7 +123,7 @@ def verdict(certificate: Certificate) -> str:
         tokens = f"{total.equal_tokens:,} of {tokens}, up to where rounding lets {rows} row{'s' * (rows > 1)} diverge"
     share = percent(total.positions - total.near_ties, total.positions)
     return (
-        f"certified: {tokens}; {share} of positions decided by margins above 2 x their bound, at most "
+        f"certified: {tokens}; {share} of positions decided by margins above {DECIDED:g} x their bound, at most "
         f"{total.bound:.1e}; 0 unexplained divergences"
     )
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from writes import rows_of
 
 from llama.args import YarnScaling
-from llama.exact import operations, probe
+from llama.exact import operations, products
 from llama.exact.batch_invariance import first_difference
 from llama.exact.operations import exact_attend, exact_linear, exact_ops, exact_silu
-from llama.exact.probe import Block, block_for, exact_product
+from llama.exact.products import Block, block_for, exact_product
 from llama.model import Transformer
 from llama.ops import PLAIN, UNCHANGED, attend
 
@@ -107,8 +107,8 @@ def stays_plain(model: Transformer, why: str) -> None:
 
 
 def test_a_machine_without_a_block_raises_and_the_model_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "BLOCKS", ())
-    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(products, "BLOCKS", ())
+    monkeypatch.setattr(products, "_FOUND", {})
     stays_plain(plain_model(), "round differently from call to call")
 
 
@@ -142,7 +142,7 @@ def test_moving_to_another_dtype_compares_again(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("in_features", [16, 48, 576])
 def test_another_order_of_summing_shows_in_most_numbers(dtype: torch.dtype, in_features: int) -> None:
     """So a probe needs few of them: only rounding errors remain of these sums."""
-    x, weight = probe.sensitive(8, torch.empty(32, in_features, dtype=dtype))
+    x, weight = products.sensitive(8, torch.empty(32, in_features, dtype=dtype))
     wide = torch.promote_types(dtype, torch.float32)
     terms = (x[:, None].to(wide) * weight.to(wide)).unbind(-1)  # in_features times (8, 32)
     one, other = (reduce(torch.add, some).to(dtype) for some in (terms, terms[::2] + terms[1::2]))
@@ -166,11 +166,11 @@ def test_the_probe_finds_how_many_rows_are_enough(monkeypatch: pytest.MonkeyPatc
         return out
 
     for n in (1, 4, 32):
-        monkeypatch.setattr(probe, "linear", partial(tails_differ, n))
-        monkeypatch.setattr(probe, "_FOUND", {})
+        monkeypatch.setattr(products, "linear", partial(tails_differ, n))
+        monkeypatch.setattr(products, "_FOUND", {})
         assert block_for(torch.ones(16, 32)) == Block(n)
-    monkeypatch.setattr(probe, "linear", places_differ)
-    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(products, "linear", places_differ)
+    monkeypatch.setattr(products, "_FOUND", {})
     assert block_for(torch.ones(16, 32)) == Block(1, in_one=False)
 
 
@@ -214,8 +214,8 @@ def test_exact_operations_equal_their_plain_twins_to_rounding() -> None:
 @pytest.mark.parametrize("rows", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_product_for_each_block_is_exact_where_no_padding_is(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """The last blocks are exact too: here a model is compared with itself as on machines that need them."""
-    monkeypatch.setattr(probe, "BLOCKS", (Block(rows, in_one=False),))
-    monkeypatch.setattr(probe, "_FOUND", {})
+    monkeypatch.setattr(products, "BLOCKS", (Block(rows, in_one=False),))
+    monkeypatch.setattr(products, "_FOUND", {})
     assert exact_model(torch.float32).exact
 
 
@@ -295,7 +295,7 @@ def test_a_product_has_the_bits_of_its_slices(dtype: torch.dtype) -> None:
 @every_dtype
 def test_a_product_of_many_outputs_is_computed_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head has more outputs than one product may have; with a limit of 32, so has every matrix here."""
-    monkeypatch.setattr(probe, "OUTPUTS", 32)
+    monkeypatch.setattr(products, "OUTPUTS", 32)
     stream = torch.Generator().manual_seed(3)
     x, weight = torch.randn(37, 48, generator=stream).to(dtype), torch.randn(144, 48, generator=stream).to(dtype)
     whole = exact_linear(x, weight, 1)
@@ -316,14 +316,14 @@ def counting(monkeypatch: pytest.MonkeyPatch, multiplied: list[int]) -> None:
     """Record the size of each product, in products of two numbers, and return zeros instead of it."""
 
     def linear(x: Tensor, weight: Tensor) -> Tensor:
-        assert len(x) <= probe.ROWS
-        assert len(weight) <= probe.OUTPUTS
+        assert len(x) <= products.ROWS
+        assert len(weight) <= products.OUTPUTS
         multiplied.append(len(x) * weight.numel())
         return x.new_zeros(len(x), len(weight))
 
-    monkeypatch.setattr(probe, "linear", linear)
-    monkeypatch.setattr(probe, "_FOUND", {})
-    monkeypatch.setattr(probe, "_WHOLE", {})
+    monkeypatch.setattr(products, "linear", linear)
+    monkeypatch.setattr(products, "_FOUND", {})
+    monkeypatch.setattr(products, "_WHOLE", {})
 
 
 @pytest.mark.parametrize(("fails", "tokens"), [(False, 40), (True, 80)])
@@ -334,11 +334,11 @@ def test_probing_costs_few_tokens_of_the_demo(fails: bool, tokens: int, monkeypa
     head = torch.empty(49152, 576)
     exact_linear(head[:1], head, 3)  # all parts of a head have one shape
     if fails:
-        counted, calls = probe.linear, iter(range(10**6))
-        monkeypatch.setattr(probe, "_FOUND", {})
-        monkeypatch.setattr(probe, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
+        counted, calls = products.linear, iter(range(10**6))
+        monkeypatch.setattr(products, "_FOUND", {})
+        monkeypatch.setattr(products, "linear", lambda x, w: counted(x, w) + (len(x) > 1) * next(calls))
     blocks = {block_for(torch.empty(out_features, in_features)) for out_features, in_features in DEMO}
-    assert len(probe._FOUND) == len(DEMO)
+    assert len(products._FOUND) == len(DEMO)
     assert blocks == ({Block(1, in_one=False)} if fails else {Block(1)})
     assert sum(multiplied) < tokens * 135e6
 
@@ -347,15 +347,15 @@ def test_switching_it_on_multiplies_the_model_by_few_tokens(monkeypatch: pytest.
     """Counts the comparison and its padding, without the probes."""
     model = plain_model()
     model.exact = True  # runs the probes
-    plain, multiplied = probe.linear, []
+    plain, multiplied = products.linear, []
 
     def counted(x: Tensor, weight: Tensor) -> Tensor:
         multiplied.append(len(x) * weight.numel())
         return plain(x, weight)
 
-    monkeypatch.setattr(probe, "linear", counted)
+    monkeypatch.setattr(products, "linear", counted)
     model.exact = False
     model.exact = True
     matrices = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
-    most = max(block.rows for block in probe._FOUND.values())  # a step is padded to these
+    most = max(block.rows for block in products._FOUND.values())  # a step is padded to these
     assert sum(multiplied) < (300 + 20 * most) * matrices
