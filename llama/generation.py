@@ -365,14 +365,14 @@ def _batch(
         limits, caching = model.args, model.kv_caching
         request = make_request(limits, caching, prompts, max_gen_len, stop_ids, options, bound=empty.bound)
         check_scored(request, empty)
-        check_speculation(request, empty, model.ranks.size)
+        check_speculation(request.speculate, empty, model.ranks.size)
         return Batch(request, limits.vocab_size), None
     if prefix.model is not model:
         raise ValueError("prefix is a session of another model; give one of this model's")
     request = make_request(prefix.limits, model.kv_caching, prompts, max_gen_len, stop_ids, options, bound=prefix.bound)
     cache = prefix.cache_copy(kv_caching=request.kv_caching)
     if cache is not None:
-        check_speculation(request, cache, model.ranks.size)
+        check_speculation(request.speculate, cache, model.ranks.size)
     return Batch(request, model.args.vocab_size, prefix_len=0 if cache is None else len(prefix.tokens)), cache
 
 

@@ -251,9 +251,9 @@ def check_scored(request: Request, cache: Cache) -> None:
             )
 
 
-def check_speculation(request: Request, cache: Cache, ranks: int) -> None:
-    """Raise ValueError if the request speculates and the cache is lossy, or if `ranks` processes share the model."""
-    if request.speculate is None:
+def check_speculation(speculate: object, cache: Cache, ranks: int) -> None:
+    """Raise ValueError if a text speculates and the cache is lossy, or if `ranks` processes share the model."""
+    if speculate is None:
         return
     if ranks > 1:
         raise ValueError(f"speculate needs one process, and {ranks} share this model; leave out speculate")

@@ -212,7 +212,7 @@ class Session:
         stops = self.tokenizer.stop_tokens
         caching, bound = self.model.kv_caching, self.bound
         request = make_request(self.limits, caching, [self.tokens], max_gen_len, stops, options, bound=bound)
-        check_speculation(request, self.cache, self.model.ranks.size)
+        check_speculation(request.speculate, self.cache, self.model.ranks.size)
         batch = Batch(request, self.limits.vocab_size)
         stream = Stream(self._tokens(batch), batch, self.tokenizer, [list(self.tokens)], stop)
         return SessionStream(self, stream, kv_caching=request.kv_caching)

@@ -4,7 +4,7 @@ A stepper belongs to one batch and its cache, and removes ended rows from both. 
 runner is a faster way to run forwards; a model has at most one. Does not know how either works.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
@@ -119,7 +119,7 @@ class Runner(Protocol[Model]):
     """A faster way to run forwards; `llama.fast.choose` picks one.
 
     forwards: the number of forwards that it has run. watch: called before each forward of its steppers, which do not
-    call the model's hooks, with the number of rows and of tokens per row. exact: whether exact mode is on, so that it
+    call the model's hooks, with the number of tokens of each row. exact: whether exact mode is on, so that it
     raises ValueError instead of leaving a forward to the plain path; None if it does not support exact mode. code: a
     name of what decides its bits. plain: the kinds of calls that it leaves to the plain path, which is faster at them
     or the only one that computes them; not in exact mode.
@@ -130,7 +130,7 @@ class Runner(Protocol[Model]):
     exact: bool | None
     plain: frozenset[CallKind]
     forwards: int
-    watch: Callable[[int, int], None] | None
+    watch: Callable[[Sequence[int]], None] | None
 
     def __call__(
         self,

@@ -120,7 +120,7 @@ class Texts:
             raise ValueError(f"{', '.join(refused)} concerns a batch, not a text among others; use model.generate")
         limits, options["on_step"] = self._model.args, self._on_step
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._caches.root.bound)
-        check_speculation(request, self._caches.root, self._model.ranks.size)
+        check_speculation(request.speculate, self._caches.root, self._model.ranks.size)
         needed, most = self._caches.alone(request), self._caches.most_bytes
         if most is not None and needed > most:
             raise ValueError(

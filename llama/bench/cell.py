@@ -49,7 +49,8 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind"; `engine` one of `llama.bench.run.models.ENGINES`, or "file.py:class".
     `text` replaces the random ids of every row; `input_len` is then its count of tokens. `ranks` processes share the
-    model. `quantize`, `activations` and `repack` are those of `llama.load`. Raises ValueError.
+    model. `quantize`, `activations` and `repack` are those of `llama.load`; `speculate` is that of `generate`. Raises
+    ValueError.
     """
 
     batch_size: int = 1
@@ -60,6 +61,7 @@ class Cell:
     model: str = "demo"
     tokenizer_path: str | None = None
     kv_cache: str = "static"
+    speculate: str | None = None
     logits: Literal["last", "all"] = "last"
     exact: bool = False
     fast: bool = False
@@ -98,6 +100,7 @@ class Cell:
             "the fast step": self.fast,
             "activations=8": self.activations != 16,
             "repack=False": not self.repack,
+            "speculate": self.speculate is not None,
         }
         for what, asked in own.items():
             if asked and self.engine != "llama":
@@ -114,6 +117,7 @@ class Cell:
         mode += f", {self.packing} weights" if self.packing else ""
         mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
         mode += f", {self.kv_cache} cache" if self.kv_caching and self.kv_cache != "static" else ""
+        mode += f", guesses by {self.speculate}" if self.speculate else ""
         return mode if self.engine == "llama" else f"{self.engine}, {mode}"
 
     @property
@@ -130,6 +134,16 @@ class Cell:
     def workload(self) -> "Cell":
         """The same cell on the plain path with unrounded weights: identifies the workload, whatever the engine."""
         return self.but(**read_engine("llama"))
+
+    @property
+    def other(self) -> "Cell":
+        """The cell that it is compared with: without its guesses, or if it has none, with the other mode."""
+        return self.but(speculate=None) if self.speculate else self.but(kv_caching=not self.kv_caching)
+
+    @property
+    def compared(self) -> str:
+        """The words for the comparison with the `other` cell."""
+        return "with and without guesses" if self.speculate else "cache on and off"
 
     @property
     def total_len(self) -> int:

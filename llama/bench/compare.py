@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from llama.bench.report.tables import comparison_words
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, Row, cell_of, cell_row, is_measured, merge, rows_of
+from llama.bench.schema import Report, Row, Status, cell_of, cell_row, is_measured, merge, rows_of
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
@@ -51,8 +52,22 @@ def with_rates(report: Report) -> None:
         row.update(roofline_shares(cell, row, report["ceilings"]))
 
 
+def compare_pair(report: Report, on: Row, off: Row) -> None:
+    """Compare the tokens of a cell with those of its `other` cell: a row, a note in both, and of guesses a check."""
+    comparison, cell = compare_modes(report, on, off), cell_of(report, on)
+    words = comparison_words(comparison)
+    merge(report, [comparison])
+    for row in (on, off):
+        add_note(report, row["cell"], f"{cell.compared}: {words}")
+    if cell.speculate:
+        rounds = "plain" in on["path"].partition(",")[0]  # by the size of a call, so that near ties may differ
+        status: Status = "ok" if comparison["equal"] else "not observed" if rounds else "violated"
+        found: Row = {"figures": "check", "name": "same text with guesses", "status": status, "detail": words}
+        merge(report, [found], on["cell"])
+
+
 def compare_modes(report: Report, on: Row, off: Row) -> Row:
-    """Compare the tokens of a cell with the cache and the same cell without; ours are run once more if they differ."""
+    """Compare the tokens of a cell and of its `other` cell; ours are run once more if they differ."""
     found, tokens = first_divergence(on["ids"], off["ids"]), sum(map(len, off["ids"]))
     row: Row = {"figures": "comparison", "cell": on["cell"], "other_cell": off["cell"], "tokens": tokens}
     row["equal"] = found is None

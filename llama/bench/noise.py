@@ -26,7 +26,8 @@ IDLE_SHARE, IDLE_LOOKS = BUSY_SHARE / 2, 5  # of all cores, and in how many look
 
 def judge_noise(report: Report) -> None:
     """Give every cell with measured times its check, by everything that is known now."""
-    contradictions = {row["cell"]: _contradiction(report, *pair) for pair in pairs(report) for row in pair}
+    modes = [pair for pair in pairs(report) if not cell_of(report, pair[0]).speculate]
+    contradictions = {row["cell"]: _contradiction(report, *pair) for pair in modes for row in pair}
     for row in rows_of(report, "cell"):
         if row.get("other_load_cores"):
             check = other_work(row, report, contradictions.get(row["cell"]))

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.compare import add_note, add_result, compare_engines, compare_modes, compare_turns, with_rates
+from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
 from llama.bench.noise import LEAST_REPETITIONS, judge_noise
 from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
 from llama.bench.report.files import keep_steps, steps_of, write_json
 from llama.bench.report.sentences import findings
-from llama.bench.report.tables import comparison_words
 from llama.bench.run.cache_kind import predicted_kind
 from llama.bench.run.directory import RESULTS
 from llama.bench.run.jobs import JobDied, run_job
@@ -227,10 +226,7 @@ class Run:
         report = self.report
         report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"]
         for pair in pairs(report):
-            comparison = compare_modes(report, *pair)
-            merge(report, [comparison])
-            for row in pair:
-                add_note(report, row["cell"], f"cache on and off: {comparison_words(comparison)}")
+            compare_pair(report, *pair)
         compare_engines(report)
         compare_turns(report)
 
@@ -257,7 +253,7 @@ class Run:
             merge(report, [row for row in rows if (row["figures"], row["context"]) not in there], place)
         for place, cell in enumerate(cells if report["preset"] in ("table", "sweep") else ()):
             row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
-            if is_measured(row) or row["error"] or (pace is None and cell.engine != "llama"):
+            if is_measured(row) or row["error"] or cell.speculate or (pace is None and cell.engine != "llama"):
                 continue
             seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
             report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
@@ -272,13 +268,13 @@ class Run:
         for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
             if is_measured(row) and other.rounding == cell.rounding:
                 path = row["path"]
-                if other.kv_caching == cell.kv_caching:
+                if other.kv_caching == cell.kv_caching and not other.speculate:
                     pace = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
         return path, pace
 
 
 def _alike(job: Job) -> tuple[Any, ...]:
-    return job.kind, job.cell.rounding, job.cell.kv_caching
+    return job.kind, job.cell.rounding, job.cell.kv_caching, job.cell.speculate
 
 
 def duration(seconds: float) -> str:

@@ -153,19 +153,25 @@ def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
 def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     """Return the base cell and one for each engine, with the cache on and, if the engine can run without it, off.
 
+    If the base cell speculates, each cell of ours with the cache on stands there with guesses, too.
     Raises ValueError for an engine that is named twice.
     """
-    found = [base]
+    plain = base.but(speculate=None)
+    found = [plain]
     for engine in engines:
-        variant = base.but(**read_engine(engine))
+        variant = plain.but(**read_engine(engine))
         if variant in found:
             raise ValueError(
                 f"--engine {engine} would be in the table twice: this library, as the other flags set it, is always "
                 "in it, and each other engine once; leave this --engine out"
             )
         found.append(variant)
-    modes = {one: (True,) if engine_class(one.engine).always_cached else (True, False) for one in found}
-    return [one.but(kv_caching=on) for one in found for on in modes[one]]
+    cells = []
+    for on in (one.but(kv_caching=True) for one in found):
+        guessed = [on.but(speculate=base.speculate)] if base.speculate and on.engine == "llama" else []
+        off = [] if engine_class(on.engine).always_cached else [on.but(kv_caching=False)]
+        cells += [on, *guessed, *off]
+    return cells
 
 
 def kind_cells(
@@ -251,13 +257,13 @@ def chat_cells(
 
 
 def paired(jobs: Sequence[Job]) -> list[Group]:
-    """Return jobs of cells in groups that differ in the cache alone, the smallest batch and the shortest job first.
+    """Return jobs of cells in groups that differ in the cache or in guesses, the smallest batch and the shortest first.
 
     The first group stays first.
     """
     found: dict[Cell, list[Job]] = {}
     for job in jobs:
-        found.setdefault(job.cell.but(kv_caching=True), []).append(job)
+        found.setdefault(job.cell.but(kv_caching=True, speculate=None), []).append(job)
     first, *rest = (Group(tuple(group), repeats=True) for group in found.values())
     return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.seconds for job in one.jobs)))]
 

@@ -22,7 +22,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "check": ("name",),  # one check of a cell
     "memory": ("name",),  # one line of a cell's memory ledger
     "step": ("batch_size", "context", "kv_caching"),  # a step at one context: its time, the bytes of the cache
-    "comparison": (),  # the tokens with the cache against those without
+    "comparison": (),  # the tokens with the cache, or with guesses, against those without
     "agreement": (),  # the most likely tokens of rounded weights against those of float32
     "quality": ("context",),  # a kind of cache against the full one at one length of a text
     "needle": ("context",),  # secrets found in texts of one length
@@ -33,7 +33,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 # Columns with a value for each repetition: `merge` appends to them.
 REPEATED = {
     *("seconds", "first_token_seconds", "step_seconds", "save_seconds", "load_seconds", "feed_seconds"),
-    *("tensor_peak_bytes", "resident_peak_bytes", "other_load_cores"),
+    *("tensor_peak_bytes", "resident_peak_bytes", "other_load_cores", "proposed", "accepted"),
 }
 
 
@@ -154,8 +154,8 @@ def _merged(old: Row, new: Row) -> Row:
 
 
 def pairs(report: Report) -> Iterator[tuple[Row, Row]]:
-    """Yield the row of each measured cell with the cache on, and that of the same cell without it on the same path."""
+    """Yield the row of each measured cell with the cache on, and that of its `other` cell on the same path."""
     measured = {(cell_of(report, row), row["path"]): row for row in rows_of(report, "cell") if is_measured(row)}
     for (cell, path), row in measured.items():
-        if cell.kv_caching and (without := measured.get((cell.but(kv_caching=False), path))) is not None:
+        if cell.kv_caching and (without := measured.get((cell.other, path))) is not None:
             yield row, without

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.compare import add_note, add_result, compare_modes, with_rates
+from llama.bench.compare import add_note, add_result, compare_pair, with_rates
 from llama.bench.noise import judge_noise
-from llama.bench.report.tables import comparison_words
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.schema import Report, cell_row, merge, new_report, rows_of
 
@@ -27,8 +26,8 @@ def benchmark_inference(
 ) -> Report:
     """Measure one cell, each repetition in a process of its own, and return its report (docs/benchmark_json.md).
 
-    `model` and `ckpt_dir` as in `llama-kv bench`. `compare` also runs the other mode once and compares the tokens.
-    `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast, quantize.
+    `model` and `ckpt_dir` as in `llama-kv bench`. `compare` also runs the `other` cell once and compares the tokens.
+    `rest` are other fields of `llama.bench.cell.Cell`: threads, kv_cache, logits, text, seed, engine, fast, speculate.
     Raises ValueError if the cell cannot be measured; if a process died, the cell's row has an `error`.
     """
     from llama.bench.run.models import make_cell
@@ -46,10 +45,10 @@ def measure_cell(
     command: str = "",
     waiting: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Measure a cell and return its report; with `compare`, the other mode is the second cell of it."""
+    """Measure a cell and return its report; with `compare`, its `other` cell is the second one."""
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
-    other = cell.but(kv_caching=not cell.kv_caching)
+    other = cell.other
     report = new_report("cell", [cell, other] if compare else [cell], command=command)
     runs = [(0, cell, repetition == 0) for repetition in range(repeats)] + ([(1, other, False)] if compare else [])
     try:
@@ -58,11 +57,11 @@ def measure_cell(
             add_result(report, run_job("cell", one, waiting=waiting, trace=trace), place)
         if compare:
             on, off = rows_of(report, "cell")[:: 1 if cell.kv_caching else -1]
-            merge(report, [compare_modes(report, on, off)])
+            compare_pair(report, on, off)
             # A check that the other mode violates is violated here too.
-            merge(report, rows_of(report, "check", 1), 0)
-        words = comparison_words(rows_of(report, "comparison")[0]) if compare else "not compared"
-        add_note(report, 0, f"cache on and off: {words}")
+            merge(report, [check for check in rows_of(report, "check", 1) if check["status"] == "violated"], 0)
+        else:
+            add_note(report, 0, f"{cell.compared}: not compared")
     except JobDied as death:
         cell_row(report, 0)["error"] = f"died: {death}"
     with_rates(report)

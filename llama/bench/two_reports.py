@@ -12,7 +12,7 @@ from llama.bench.report.columns import NOT_JUDGED, Table, column
 from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of
 
 FACTS = ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")  # of the environment
-SAMPLED = REPEATED - {"other_load_cores"}
+SAMPLED = REPEATED - {"other_load_cores", "proposed", "accepted"}
 SINGLE = {
     *("cache_bytes", "file_bytes", "token_forwards"),
     *("nll", "mean_kl", "top1_agreement", "found", "found_question_seen"),

@@ -41,6 +41,7 @@ def main(
     compare: bool = False,
     engine: list[str] = [],  # noqa: B006  (read only)
     kv_cache: list[str] = [],  # noqa: B006  (read only)
+    speculate: str | None = None,
     contexts: list[str] = [],  # noqa: B006  (read only)
     logits: str = "last",
     exact: bool = False,
@@ -81,11 +82,13 @@ def main(
         prompt_len: Tokens of that text that --preset caches feeds in one pass before the scored ones; by default all
             of 2048 except the scored ones.
         repeats: Repetitions of a single cell, each in a process of its own.
-        compare: Run a single cell in the other mode, too, and compare the tokens.
+        compare: Run a single cell in the other mode, too, or without guesses, and compare the tokens.
         engine: Another engine on the same weights and prompts: transformers, llama.cpp:int8, llama:fast, FILE.py:CLASS.
             The presets table and chat take several.
         kv_cache: The kind of cache, NAME, NAME:PARAMS or FILE.py:NAME; by default static; llama-kv kinds lists them.
             --preset caches takes several, by default all.
+        speculate: How tokens are guessed: lookup takes those that followed the same tokens before, lookup:N at most N.
+            --preset table measures each of our cells with and without guesses.
         contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the
             flag once for each, up to the model's limit.
         logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
@@ -175,6 +178,7 @@ def base_cell(flags: SimpleNamespace) -> Cell:
         tokenizer_path=flags.tokenizer_path,
         text=None if flags.preset == "caches" else flags.text,
         kv_cache=flags.kv_cache[0] if flags.kv_cache and flags.preset != "caches" else "static",
+        speculate=flags.speculate,
         logits=flags.logits,
         exact=flags.exact,
         threads=flags.threads,
@@ -234,6 +238,7 @@ def check_flags(flags: SimpleNamespace) -> None:
     decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
     decided += ("text",) if preset == "chat" else ()
     decided += ("engine",) if preset in ("caches", "sweep") else ()
+    decided += ("speculate",) if preset != "table" else ()
     defaults = main.__kwdefaults__ or {}
     given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
     if given:

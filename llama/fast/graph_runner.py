@@ -59,7 +59,7 @@ class GraphRunner:
         self.name = self.code = f"CUDA graphs of {ops.name} kernels"
         self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPTS
         self.forwards = 0
-        self.watch: Callable[[int, int], None] | None = None
+        self.watch: Callable[[Sequence[int]], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
         self.in_use = Lock()
         self._descriptions = Descriptions(_describe)
@@ -314,7 +314,7 @@ class GraphStepper(PlainStepper):
         key = GraphKey(tuple(number is not None for number in request.sampling.settings), whole, request.logprobs)
         for step in range(count):
             if runner.watch is not None:  # outside of `try`: its errors are the caller's
-                runner.watch(buffers.rows, 1)
+                runner.watch([1] * buffers.rows)
             try:
                 self._draw(block)
                 runner.recorded(self.model, buffers, key)()

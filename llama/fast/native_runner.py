@@ -46,7 +46,7 @@ class NativeRunner:
     other bits.
     invariant: if set, as in exact mode, a token's bits do not depend on how many tokens of its row are fed: a prompt
     has those of its steps. Otherwise tiles of a CPU with AMX may compute prompts of packed weights.
-    watch: called before each step of a stepper with the number of rows, and 1, or more with guesses.
+    watch: called before each step of a stepper with the number of tokens that each row is fed.
     """
 
     name = "native"
@@ -58,7 +58,7 @@ class NativeRunner:
         self.exact: bool | None = False
         self.invariant = False
         self.plain: frozenset[CallKind] = frozenset()
-        self.watch: Callable[[int, int], None] | None = None
+        self.watch: Callable[[Sequence[int]], None] | None = None
         self._warn = WarnOnce(logger)
         self._descriptions = Descriptions(partial(_describe, self._native))
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
@@ -256,7 +256,7 @@ class NativeStepper(PlainStepper):
         elif not self._begin_stretch():
             return None
         if self._runner.watch is not None:
-            self._runner.watch(len(starts), 1)
+            self._runner.watch([1] * len(starts))
         return self._sampler()
 
     def _can_step(self) -> bool:
@@ -296,7 +296,7 @@ class NativeStepper(PlainStepper):
             call.take_memory(self._guess)
         self._guess, self._described = call, call.described
         if self._runner.watch is not None:
-            self._runner.watch(len(rows.starts), rows.width)
+            self._runner.watch(rows.lengths)
         self._runner.run(call)
         call.cache = None  # its workspace alone is used again; the cache's memory may be replaced by larger one
         return call.logits

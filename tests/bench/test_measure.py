@@ -28,6 +28,8 @@ from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.quant.layers import quantized_weights
 from llama.quant.packed import PackedWeight
+from llama.speculation import Width
+from llama.verify.guesses import Eager
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)
@@ -44,7 +46,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine_for(cell: Cell, **changes: Any) -> LlamaEngine:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[cell.dtype]
     model = tiny_model(tiny_args(kv_cache=cell.kv_cache, **changes), dtype=dtype)
-    return LlamaEngine(model, Bytes(), logits=cell.logits)
+    return LlamaEngine(model, Bytes(), logits=cell.logits, speculate=cell.speculate)
 
 
 def measured(cell: Cell, **changes: Any) -> list[Row]:
@@ -81,6 +83,30 @@ def test_a_cell_counts_its_tokens_steps_and_bytes_exactly(kv_caching: bool) -> N
     assert {row["status"] for row in rows if row["figures"] == "check"} == {"ok"}
 
 
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_a_cell_with_guesses_counts_them_and_its_later_tokens_share_the_time_of_its_calls(
+    kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Width, "cut", Eager.cut)
+    cell = CELL.but(output_len=40, kv_cache=kv_cache)
+    plain, *_ = measured(cell, max_seq_len=64)
+    row, *others = measured(cell.but(speculate="lookup:3"), max_seq_len=64)
+    assert row["ids"] == plain["ids"]
+    (seconds,), (first,), (later,) = (row[name] for name in ("seconds", "first_token_seconds", "step_seconds"))
+    assert len(set(later)) == 1
+    assert len(later) == 39
+    assert seconds == pytest.approx(first + sum(later))
+    (proposed,), (accepted,) = row["proposed"], row["accepted"]
+    assert proposed > accepted > 0
+    assert row["token_forwards"] == plain["token_forwards"] + proposed - accepted
+    assert row["cache_bytes"] > 0
+    assert "step_flops" not in row
+    assert violated(others) == []
+    details = {check["name"]: check["detail"] for check in others if check["figures"] == "check"}
+    assert details["tokens"] == f"3 x 7 in, 3 x 40 out, {proposed} guessed tokens fed, {accepted} of them right"
+    assert details["cache"].startswith("asked for on; 1 to 4 fed per row and step")
+
+
 def test_a_cell_in_exact_mode_says_so(tmp_path: Path) -> None:
     cell = Cell(model=str(write_checkpoint(tmp_path / "tiny")), input_len=5, output_len=3, exact=True)
     engine = LlamaEngine(find_model(cell).build(), Bytes())
@@ -114,7 +140,7 @@ def native_sized(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def built(cell: Cell) -> LlamaEngine:
     source = find_model(cell)
-    return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits)
+    return LlamaEngine(source.build(), source.tokenizer, logits=cell.logits, speculate=cell.speculate)
 
 
 @needs_a_compiler
@@ -134,6 +160,19 @@ def test_a_fast_cell_reports_that_native_code_ran(native_sized: str, kv_caching:
     assert [line(rows, name) for name in ("weights", "KV cache")] == [
         line(plain, name) for name in ("weights", "KV cache")
     ]
+
+
+@needs_a_compiler
+def test_a_fast_cell_counts_the_guesses_of_native_code(native_sized: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Width, "cut", Eager.cut)
+    cell = CELL.but(model=native_sized, fast=True, quantize="int8", text="abab" * 5, input_len=21, output_len=9)
+    plain, guessed = (
+        run_once(one, built(one), trace=False) for one in (cell, cell.but(speculate="lookup", batch_size=2))
+    )
+    assert [row["path"] for row in (plain[0], guessed[0])] == ["native, int8 weights"] * 2
+    assert guessed[0]["ids"] == plain[0]["ids"][:2]
+    assert guessed[0]["proposed"] > [0]
+    assert violated(guessed) == []
 
 
 @pytest.mark.slow
@@ -489,7 +528,7 @@ def test_an_invalid_cell_is_rejected() -> None:
         *({"batch_size": 0}, {"input_len": -1}, {"output_len": 0}, {"threads": 0}, {"logits": "some"}),
         *({"dtype": "int8"}, {"text": "  "}, {"quantize": "int3"}, {"repack": False, "engine": "llama.cpp"}),
         *({"fast": True, "engine": "llama.cpp"}, {"exact": True, "engine": "transformers"}),
-        {"logits": "all", "engine": "transformers"},
+        *({"logits": "all", "engine": "transformers"}, {"speculate": "lookup", "engine": "transformers"}),
     ]
     for changes in wrong:
         with pytest.raises(ValueError, match=str(next(iter(changes)))):

@@ -17,7 +17,7 @@ from jobs_here import Here, jobs_here, run_of
 from llama import cli
 from llama.bench import plan, presets, single
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, cell_job, plan_report, sweep_groups, table_cells, table_groups
+from llama.bench.presets import Calibration, Job, cell_job, paired, plan_report, sweep_groups, table_cells, table_groups
 from llama.bench.report import files
 from llama.bench.report.text import report_markdown
 from llama.bench.run import jobs, worker
@@ -113,6 +113,17 @@ def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
     assert "llama.cpp, batch 8, cache on" in names
     assert "llama.cpp, batch 8, cache off" not in names
     assert "transformers, batch 8, cache off" in names
+
+
+def test_the_table_puts_guesses_beside_every_cell_of_ours_with_the_cache_and_measures_both_in_turn() -> None:
+    cells = table_cells(Cell(speculate="lookup:3"), ["transformers", "llama:fast"])[:8]
+    names = ["batch 1, cache on", "batch 1, cache on, guesses by lookup:3", "batch 1, cache off"]
+    fast = [name.replace("on", "on, fast", 1).replace("off", "off, fast") for name in names]
+    assert [cell.name for cell in cells] == [
+        *names, "transformers, batch 1, cache on", "transformers, batch 1, cache off", *fast,
+    ]  # fmt: skip
+    groups = paired([Job(cell.name, "cell", cell, place, 1.0) for place, cell in enumerate(cells)])
+    assert [job.name for job in groups[0].jobs] == names
 
 
 @pytest.mark.usefixtures("here")
@@ -272,6 +283,11 @@ REFUSED = {
     "--engine transformers --fast": "the fast step is ours alone",
     "--logits all --engine transformers": "logits=all is ours alone",
     "--exact --engine transformers": "exact mode is ours alone",
+    "--speculate lookup --engine transformers": "speculate is ours alone",
+    "--speculate lookup --kv_caching=False": "speculate needs the KV cache, which is off",
+    "--speculate lookup --logits all": "logits=all and speculate exclude each other",
+    "--speculate lookup:99": "at most N guessed tokens",
+    **{f"--speculate lookup --preset {name}": "--speculate cannot be combined" for name in ("sweep", "caches", "chat")},
     "--quantize int3": "quantize='int3' must be int8, int4, stored or left out",
     "--quantize int8 --exact": "computes with int8 weights by native code alone; ask for fast, too",
     "--quantize int8 --dtype fp16": "not in torch.float16",
@@ -287,6 +303,7 @@ REFUSED_BY_SIZES = {
     "TINY --input_len 6 --repeats 0": "repeats=0",
     "TINY --input_len 6 --quantize stored --repack=False": "quantize=stored takes the weights as a .gguf file has them",
     "TINY --preset caches --kv_cache int8 --kv_cache window:4+9": "smaller than its 9 sinks",
+    "TINY --input_len 6 --speculate lookup --kv_cache window:9": "speculation needs a lossless cache",
     "TINY --preset caches --kv_cache nowhere.py:mine": "No such file",
     "TINY --preset caches --kv_cache int8 --kv_cache int8": "would be in the table twice",
     "TINY --preset caches --prompt_len 225": "--prompt_len=225 must be from 1 to 224",

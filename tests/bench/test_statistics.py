@@ -7,7 +7,9 @@ import pytest
 
 from llama.bench import compare
 from llama.bench.cell import Cell
-from llama.bench.compare import compare_engines, compare_modes, first_divergence, with_rates
+from llama.bench.compare import compare_engines, compare_modes, compare_pair, first_divergence, with_rates
+from llama.bench.report.sentences import findings
+from llama.bench.report.tables import cell_tables
 from llama.bench.schema import Report, Row, cell_row, merge, new_report, pairs, rows_of
 from llama.bench.statistics import best_ceilings, bound_by, percentiles, rates, roofline_shares, spread
 from llama.host.machine import Ceilings
@@ -214,6 +216,43 @@ def test_if_our_modes_differ_the_margin_at_the_divergence_is_measured(
         assert (found["cached_id"], found["uncached_id"]) == (4, 5)
         assert compare_modes(report, *[cell_row(report, 0)] * 2)["equal"]
     assert asked == [("margin", False, {"row": 1, "ids": [3]})], "of our own engine alone"
+
+
+@pytest.mark.parametrize(
+    ("path", "made", "expected"),
+    [
+        ("native", [[1, 2]], "ok"),
+        ("native", [[1, 3]], "violated"),
+        ("native, plain prompts", [[1, 3]], "violated"),
+        ("exact", [[1, 3]], "violated"),
+        ("plain", [[1, 2]], "ok"),
+        ("plain, int8 weights", [[1, 3]], "not observed"),  # the plain path rounds by the size of a call
+        ("native and plain", [[1, 3]], "not observed"),
+    ],
+)
+def test_guesses_that_change_a_text_are_a_violation_where_none_may(
+    path: str, made: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run_job", lambda *_, **__: {"margin": 0.5})
+    plain = Cell(output_len=2)
+    rows = {plain.but(speculate="lookup"): made, plain: [[1, 2]], plain.but(kv_caching=False): [[1, 2]]}
+    figures: Row = {"path": path, "seconds": [1.0], "proposed": [9], "accepted": [7], "tokens_per_second": 2.0}
+    report = report_of(*((cell, {**figures, "ids": ids}) for cell, ids in rows.items()))
+    found = list(pairs(report))
+    assert [(on["cell"], off["cell"]) for on, off in found] == [(0, 1), (1, 2)]
+    for on, off in found:
+        compare_pair(report, on, off)
+    (check,) = rows_of(report, "check")
+    assert (check["cell"], check["name"], check["status"]) == (0, "same text with guesses", expected)
+    notes = [[note.partition(":")[0] for note in row["notes"]] for row in rows_of(report, "cell")]
+    guesses, modes = "with and without guesses", "cache on and off"
+    assert notes == [[guesses], [guesses, modes], [modes]]
+    cell_row(report, 0)["seconds"] = [0.5]
+    words = "the same 2 tokens" if made == [[1, 2]] else "other tokens from token 1 of row 0 on"
+    first = f"Batch 1 with guesses by lookup ({path}): 2 times faster, 7 of 9 guessed tokens right, {words}"
+    assert any(line.startswith(first) for line in findings(report))
+    table = cell_tables(report)[0]
+    assert table.heads[-3:] == ["guessed tokens fed", "of them right", "n"]
 
 
 def test_a_peer_on_our_weights_has_a_note_whether_it_made_our_plain_tokens() -> None:

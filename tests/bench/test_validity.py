@@ -86,6 +86,24 @@ def test_a_correct_run_passes_every_check_and_each_says_what_was_seen() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("fed", "proposed", "expected"),
+    [
+        ([(3, 7), (3, 2)], 3, {"tokens": "ok", "cache": "ok"}),
+        ([(3, 7), (3, 2)], 2, {"tokens": "violated", "cache": "ok"}),  # more right ones than were fed
+        ([(3, 7), *[(3, 1)] * 3], 9, {"tokens": "violated", "cache": "ok"}),  # more rows in calls than tokens were made
+        ([(3, 6), (3, 2)], 3, {"tokens": "violated", "cache": "ok"}),  # another prompt
+        ([(3, 7), (3, 17)], 48, {"tokens": "ok", "cache": "violated"}),  # no guess has 16 tokens
+    ],
+    ids=str,
+)
+def test_a_call_with_guesses_makes_a_token_for_each_row_and_for_each_guess_that_was_right(
+    fed: list[tuple[int, int]], proposed: int, expected: dict[str, str]
+) -> None:
+    found = checks(good_run(fed=fed, proposed=proposed), good_warm_up(), CELL.but(speculate="lookup"))
+    assert {name: found[name]["status"] for name in expected} == expected
+
+
 def test_details_of_a_run_without_a_cache_name_the_whole_text() -> None:
     off = CELL.but(kv_caching=False)
     told = details(good_run(fed=WHOLE, cache_bytes=0), good_warm_up(fed=WHOLE[:2]), off)

@@ -579,10 +579,10 @@ def test_on_step_and_hooks_of_the_model_see_every_step_and_watch_is_called_befor
     assert len(calls) == 9
     assert runner_of(fast).forwards == 0
     handle.remove()
-    watched: list[tuple[int, int]] = []
-    runner_of(fast).watch = lambda rows, width: watched.append((rows, width))
+    watched: list[Sequence[int]] = []
+    runner_of(fast).watch = watched.append
     fast.generate_tokens(PROMPTS, 4, **GREEDY)
-    assert watched == [(3, 1)] * 3
+    assert watched == [[1, 1, 1]] * 3
 
 
 # ---- failures, memory, copies ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ the model, which native code computes.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from dataclasses import replace
@@ -72,7 +72,7 @@ def watched_steps(model: Transformer) -> Iterator[list[int]]:
     """Yield a list to which each native step adds its number of rows."""
     seen: list[int] = []
     assert model.runner is not None
-    model.runner.watch = lambda rows, width: seen.append(rows * width)
+    model.runner.watch = lambda lengths: seen.append(sum(lengths))
     try:
         yield seen
     finally:
@@ -451,7 +451,7 @@ def test_during_a_step_its_cache_rejects_other_calls_and_the_model_does_not() ->
     expected = session.fork().generate(6, **GREEDY)["ids"]
     refused: list[str] = []
 
-    def others(rows: int, width: int) -> None:
+    def others(lengths: Sequence[int]) -> None:
         native.runner.watch = None  # type: ignore[union-attr]
         try:
             native(torch.tensor([[1]]), 3, cache=session.cache)
@@ -523,13 +523,13 @@ def test_weights_that_are_moved_or_freed_under_a_native_step_live_as_long_as_it(
     taken: list[Tensor] = []
     sizes = {weight.numel() for weight in model.parameters()}
 
-    def move(rows: int, width: int) -> None:
+    def move() -> None:
         if not taken:
             model.double()
             taken.extend(torch.full((size,), torch.nan, dtype=torch.float32) for size in sizes for _ in range(20))
 
     assert model.runner is not None
-    model.runner.watch = lambda rows, width: elsewhere(lambda: move(rows, width))
+    model.runner.watch = lambda _: elsewhere(move)
     assert model.generate_tokens(PROMPTS, 6, **GREEDY) == expected
     assert taken
     model.runner.watch = None
@@ -553,7 +553,7 @@ def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None
     assert model.runner is not None
     taken: list[Tensor] = []
 
-    def free(rows: int, width: int) -> None:
+    def free(lengths: Sequence[int]) -> None:
         if not taken:
             size = session.cache.layers[0].held()["keys"].numel()
             session.cache.free()

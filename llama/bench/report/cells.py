@@ -95,12 +95,12 @@ def cell_views(report: Report) -> list[CellView]:
 
 
 def in_table_order(views: Sequence[CellView]) -> list[CellView]:
-    """Return cells by batch size; of one batch ours first, then the other engines; the cache on before off."""
+    """Return cells by batch size; of one batch ours first, then the others; the cache on, with guesses, then off."""
 
     def place(view: CellView) -> tuple[Any, ...]:
         cell = view.cell
         modes = cell.engine, cell.fast, cell.packing or "", cell.activations
-        return cell.batch_size, not view.is_ours, *modes, not cell.kv_caching
+        return cell.batch_size, not view.is_ours, *modes, not cell.kv_caching, cell.speculate or ""
 
     return sorted(views, key=place)
 

@@ -59,7 +59,8 @@ TABLE_COLUMNS = {
         form=".3f", estimated=True,
     ),
     "step_seconds": Column(
-        "time per output token, ms", "a later step, which makes one token for every row", 1e3, ".1f", estimated=True
+        "time per output token, ms", "a later step, which makes one token for every row; with guesses the mean",
+        1e3, ".1f", estimated=True,
     ),
     "prefill_tokens_per_second": Column(
         "prefill tokens/s", "batch size x input length / median time to first token", form=".1f", estimated=True
@@ -88,6 +89,8 @@ TABLE_COLUMNS = {
     "counts": Column("at the peak", missing=""),
     "kv_caching": Column("KV cache", truth=("off", "on")),
     "token_forwards": Column("work, token-forwards", "tokens fed through the model, over all rows and steps"),
+    "proposed": Column("guessed tokens fed", "by --speculate, over all rows and calls", missing="none"),
+    "accepted": Column("of them right", "guessed tokens that the model would have made, too", missing="none"),
     "path": Column("path", "what executed the forwards, as was seen: plain, exact, native, CUDA graphs, or a peer"),
     "top1_as_fp32": Column("top-1 as fp32", "of rounded weights: how often the most likely token is that of float32"),
     "less_work": Column("less work", "token-forwards without the cache over those with it", form=".1f", unit="x"),

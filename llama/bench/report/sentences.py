@@ -7,7 +7,8 @@ from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
 from llama.bench.report.derived import crossovers, growth, saved, unbeaten
 from llama.bench.report.tables import comparison_words, kind_rows, ways_of
-from llama.bench.schema import Report, cell_row, rows_of
+from llama.bench.schema import Report, Row, cell_of, cell_row, rows_of
+from llama.bench.schema import pairs as pairs_of
 from llama.bench.statistics import median_of
 from llama.costs import MB
 
@@ -30,6 +31,7 @@ def findings(report: Report) -> list[str]:
         found.append(
             f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small for a measurement."
         )
+    found += [_with_guesses(report, on, plain) for on, plain in pairs_of(report) if cell_of(report, on).speculate]
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
@@ -79,6 +81,15 @@ def _pair(report: Report, row: dict[str, Any]) -> str:
     times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
     path = f" ({on.path})" if on.is_fast else ""
     return f"Batch {row['batch_size']} with the KV cache{path}: {', '.join(parts)} ({times})."
+
+
+def _with_guesses(report: Report, on: Row, plain: Row) -> str:
+    """Return the sentence of a cell with guesses: 2.1 times faster, 90 of 97 guessed tokens right, the same text."""
+    cell, (fast, slow) = cell_of(report, on), (median_of(row, "seconds") for row in (on, plain))
+    right = f"{median_of(on, 'accepted'):g} of {median_of(on, 'proposed'):g} guessed tokens right"
+    parts = [faster(slow / fast), right, *map(comparison_words, rows_of(report, "comparison", on["cell"]))]
+    times = f"{in_seconds(fast)} instead of {in_seconds(slow)}"
+    return f"Batch {cell.batch_size} with guesses by {cell.speculate} ({on['path']}): {', '.join(parts)} ({times})."
 
 
 def in_seconds(seconds: float) -> str:

@@ -29,6 +29,7 @@ CELL_COLUMNS = (
     *("seconds", "first_token_seconds", "step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
     *("tensor_peak_bytes", "resident_peak_bytes", "cache_bytes", "token_forwards", "n"),
 )
+GUESS_COLUMNS = ("proposed", "accepted")
 SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_bytes", "bound_on", "bound_off", "n")
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 FIT_COLUMNS = ("kv_caching", "exponent", "n")
@@ -56,6 +57,7 @@ def cell_tables(report: Report) -> list[Table]:
     agreed = {cell_of(report, row).rounding: row["top1_agreement"] for row in rows_of(report, "agreement")}
     names = ["batch_size", "kv_caching", "threads", *varying, *["path"] * (len(paths) > 1)]
     names += [*["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
+    names[-1:-1] = GUESS_COLUMNS * any(one.cell.speculate for one in views)
     rows: list[dict[str, Any]] = []
     for one, cell in zip(views, cells, strict=True):
         share = agreed.get(one.cell.rounding)
@@ -79,7 +81,8 @@ def repetitions(one: CellView) -> str:
     if one.is_predicted:
         return "predicted"
     later = sum(map(len, one.row.get("step_seconds", [])))
-    return str(len(one.row.get("seconds", []))) + (f" ({later} steps)" if later else "")
+    what = "later tokens" if one.cell.speculate else "steps"
+    return str(len(one.row.get("seconds", []))) + (f" ({later} {what})" if later else "")
 
 
 def _engines_table(report: Report) -> Table:
@@ -122,8 +125,9 @@ def ledger_table(one: CellView) -> Table:
 def work_lines(one: CellView) -> list[str]:
     """Return the work of the job, and how near the machine came to its best rates."""
     row = one.row
-    if row.get("token_forwards") is None:
-        return [f"Work: {NOT_MEASURED}"]
+    if row.get("flops") is None:
+        fed = row.get("token_forwards")
+        return [f"Work: {NOT_MEASURED if fed is None else f'{fed:,} token-forwards'}"]
     lines = [
         f"Work: {row['token_forwards']:,} token-forwards, {_flops(row['flops'])}, {size(row['read_bytes'])} to read",
         f"Work of the prefill: {_flops(row['prefill_flops'])}",

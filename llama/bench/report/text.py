@@ -19,7 +19,7 @@ from llama.bench.report.contents import (
     warnings,
 )
 from llama.bench.report.derived import fits, growth
-from llama.bench.report.tables import CELL_COLUMNS, on_or_off, repetitions, result_tables
+from llama.bench.report.tables import CELL_COLUMNS, GUESS_COLUMNS, on_or_off, repetitions, result_tables
 from llama.bench.schema import KEYS, REPEATED, Report
 from llama.bench.statistics import spread
 from llama.costs import MB, table
@@ -37,6 +37,7 @@ def cell_text(report: Report, index: int) -> str:
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
         count = report["environment"].get("threads") if cell.device == "cpu" else None
         threads, kind = f", threads: {count}" if count else "", cell.kv_cache if view.is_ours else "its own"
+        names = [*CELL_COLUMNS[:-1], *GUESS_COLUMNS * bool(cell.speculate)]
         in_megabytes = Column("", scale=1 / MB, form=".2f", unit=" MB").write
         lines += [
             f"Inference time: {view.median('seconds'):.2f} seconds",
@@ -46,7 +47,7 @@ def cell_text(report: Report, index: int) -> str:
             *("", "=== Sample Output ===", text, ""),
             f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
             f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{threads}",
-            *(f"{column(name).head}: {written(view.row, name)}" for name in CELL_COLUMNS if name != "n"),
+            *(f"{column(name).head}: {written(view.row, name)}" for name in names),
             f"n: {repetitions(view)}; in brackets: p10 and p90",
         ]
     below = [cell_table(view), Table("Validity", notes=check_lines(view)), Table("Notes", notes=row.get("notes", []))]

@@ -52,7 +52,8 @@ class Run:
     started: float = 0.0  # of `time.perf_counter`, when the engine was called
     token_times: list[float] = field(default_factory=list)  # when each token of all rows was on the host, or the device
     ids: list[list[int]] = field(default_factory=list)
-    fed: list[tuple[int, int]] = field(default_factory=list)  # rows, and tokens a row, of every forward
+    fed: list[tuple[int, int]] = field(default_factory=list)  # rows, and the most tokens a row, of every forward
+    proposed: int = 0  # guessed tokens that were fed
     cache_bytes: int | None = None  # at the last forward
     cache_length: int | None = None  # the capacity
     logits_bytes: int | None = None  # the most that a forward returned
@@ -60,6 +61,10 @@ class Run:
     path: str | None = None  # what executed the forwards
     fast_forwards: int = 0  # forwards that the fast step ran
     fast_wanted: int = 0  # forwards that it should have run
+
+    def accepted(self, output_len: int) -> int:
+        """Return how many guessed tokens were right: those that were made beyond one for each row and call."""
+        return self.fed[0][0] * (output_len - 1) - sum(rows for rows, _ in self.fed[1:])
 
 
 class Engine(ABC):
@@ -185,19 +190,21 @@ class LlamaEngine(Engine):
 
     @classmethod
     def load(cls, source: Source, cell: Cell) -> Self:
-        return cls(source.build(), source.tokenizer, logits=cell.logits)
+        return cls(source.build(), source.tokenizer, logits=cell.logits, speculate=cell.speculate)
 
-    def __init__(self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last") -> None:
+    def __init__(
+        self, model: Transformer, tokenizer: TextCodec, *, logits: str = "last", speculate: str | None = None
+    ) -> None:
         path, weights = path_of(model, fast=0, all=0), stored_weight_bytes(model)
         super().__init__(model.args, tokenizer, path=path, weights_bytes=weights)
-        self.model, self.tokenizer, self.logits = model, tokenizer, logits
+        self.model, self.tokenizer, self.logits, self.speculate = model, tokenizer, logits, speculate
 
     def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
         run = Run(logits_bytes=0)
         times: list[float] = []  # when each forward began, and when the last token was there
         with self._watched(run, times, last=steps or output_len, steps=steps):
             run.started = time.perf_counter()
-            options: Options = {**GREEDY, "kv_caching": kv_caching}
+            options: Options = {**GREEDY, "kv_caching": kv_caching, "speculate": self.speculate}
             forwards_before = forwards_by_runner(self.model)
             with suppress(_EnoughError):
                 run.ids, _ = self.model.generate_tokens(prompts, output_len, **options)
@@ -243,29 +250,32 @@ class LlamaEngine(Engine):
             if len(times) - 1 == steps:
                 raise _EnoughError
             cache = named["cache"]
-            return given, {**named, "logits": self.logits}
+            return given, {**named, "logits": "all"} if self.logits == "all" else named
 
-        def saw(rows: int, width: int) -> None:
-            run.fed.append((rows, width))
-            if len(run.fed) == last:
+        def saw(lengths: Sequence[int]) -> None:
+            run.proposed += sum(lengths) - len(lengths) if run.fed else 0
+            run.fed.append((len(lengths), max(lengths)))
+            # With guesses, the number of forwards is not known before the end, and rows leave before it.
+            if len(run.fed) == last or (self.speculate and len(lengths) == run.fed[0][0]):
                 run.cache_bytes = 0 if cache is None else cache.nbytes
                 run.cache_length = None if cache is None else cache.layers[0].slots
 
         def after(_: object, given: tuple[Any, ...], logits: Tensor) -> Tensor:
-            saw(*given[0].shape)
+            saw(given[1].lengths)
             run.logits_bytes = max(run.logits_bytes or 0, logits.untyped_storage().nbytes())
             if steps is not None:  # only in a warm-up, because it takes time
                 if likeliest:
                     same = torch.equal(likeliest.pop(), given[0][:, -1])
                     run.greedy = same and run.greedy is not False
                 likeliest.append(logits[:, -1].argmax(-1))
-            return logits[:, -1:]  # a view, which keeps all of them until the next step
+            # A view, which keeps all of them until the next step.
+            return logits[:, -1:] if self.logits == "all" else logits
 
-        def ahead(rows: int, width: int) -> None:
+        def ahead(lengths: Sequence[int]) -> None:
             clock.note()
             if len(times) - 1 == steps:
                 raise _EnoughError
-            saw(rows, width)
+            saw(lengths)
 
         before.only_looks = after.only_looks = True  # type: ignore[attr-defined]
         if step is not None and self.logits == "last":  # all logits need the plain loop

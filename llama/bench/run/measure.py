@@ -44,18 +44,35 @@ def measure(cell: Cell, opened: Opened, *, trace: bool = True) -> list[Row]:
     row |= {name: [nbytes] for name, nbytes in peaks(device).items()}
     times = [run.started, *run.token_times]
     row |= {"seconds": [times[-1] - times[0]], "first_token_seconds": [times[1] - times[0]]}
-    row["step_seconds"] = [[after - before for before, after in pairwise(run.token_times)]]
+    row["step_seconds"] = [_later_seconds(cell, run)]
     if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
         traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
         row["tensor_peak_bytes"] = [engine.weights_bytes + traced]
     row["notes"] = notes(cell, weights=opened.facts["weights"])
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
     row |= {"ids": run.ids, "text": engine.decode(run.ids[0])}
-    row |= make_work(cell, engine.args, weights=engine.weights_bytes, stored=opened.stored)
+    work = make_work(cell, engine.args, weights=engine.weights_bytes, stored=opened.stored)
+    row |= _guesses(cell, run, work["token_forwards"]) if cell.speculate else work
     rows = [row, *judge(cell, run, warm_up, max_seq_len=engine.args.max_seq_len, reset_seen=reset_seen)]
-    if trace and isinstance(engine, LlamaEngine):
+    if trace and isinstance(engine, LlamaEngine) and not cell.speculate:
         rows += _ledger(cell, opened, engine, run, row)
     return rows
+
+
+def _later_seconds(cell: Cell, run: Run) -> list[float]:
+    """Return the seconds of every later token; with guesses a call makes several, so each has the mean."""
+    calls = [after - before for before, after in pairwise(run.token_times)]
+    return [sum(calls) / (cell.output_len - 1)] * (cell.output_len - 1) if cell.speculate and calls else calls
+
+
+def _guesses(cell: Cell, run: Run, token_forwards: int) -> Row:
+    """Return the guesses of a cell, and its tokens fed; without guesses they would be `token_forwards`.
+
+    Other work is left out: it depends on the widths that the clock has chosen.
+    """
+    accepted = run.accepted(cell.output_len)
+    fed = token_forwards + run.proposed - accepted
+    return {"token_forwards": fed, "proposed": [run.proposed], "accepted": [accepted]}
 
 
 def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str) -> list[Row]:
@@ -147,5 +164,6 @@ def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], 
         nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
         engine.run(nearly, 2, kv_caching=False)
     else:
-        preallocated = cell.engine == "llama" and cell.kv_cache == "static"  # else the last forward may be the largest
-        engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=2 if preallocated else None)
+        # Otherwise the last forward may be the largest, or one that verifies guesses.
+        second = cell.engine == "llama" and cell.kv_cache == "static" and not cell.speculate
+        engine.run(prompts, cell.output_len, kv_caching=cell.kv_caching, steps=2 if second else None)

@@ -34,7 +34,9 @@ from llama.quant.layers import quantize_layers, weights_of
 from llama.quant.packed import PackedWeight
 from llama.ranks import cut_for
 from llama.ranks.torchrun import join, own_device, world_size
+from llama.request import check_speculation
 from llama.sampling import check_seed
+from llama.speculation import check_speculate
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
 
@@ -85,7 +87,7 @@ def make_cell(
     check_seed(cell.seed)
     pick_cache(cell.kv_cache)
     source = find_model(cell)
-    Cache.of(source.args, source.args.kv_cache)
+    check_speculation(cell.speculate, Cache.of(source.args, source.args.kv_cache), cell.ranks)
     if cell.text is not None:
         cell = cell.but(input_len=len(encode_prompt(source.tokenizer, cell.text)))
     check_length(cell, source.args)
@@ -99,6 +101,11 @@ def check_cell(cell: Cell) -> None:
     if cell.quantize is not None and cell.quantize not in has:
         words = f"has weights in {', '.join(has)}" if has else "is measured with the weights as they are"
         raise ValueError(f"quantize={cell.quantize!r}: the engine {cell.engine} {words}; leave it out")
+    check_speculate(cell.speculate)
+    if cell.speculate and not cell.kv_caching:
+        raise ValueError("speculate needs the KV cache, which is off: switch it on, or leave out speculate")
+    if cell.speculate and cell.logits == "all":
+        raise ValueError("logits=all and speculate exclude each other: what verifies guesses needs logits of its own")
     if cell.engine == "llama":
         modes: Any = {"fast": cell.fast, "exact": cell.exact, "activations": cell.activations, "repack": cell.repack}
         # A cell names its weights.

@@ -4,6 +4,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.engines import Run
 from llama.bench.schema import Row, Status
 from llama.costs import forwards, size
+from llama.speculation import MOST
 
 
 def judge(cell: Cell, run: Run, warm_up: Run, *, max_seq_len: int, reset_seen: tuple[int, int] | None) -> list[Row]:
@@ -46,7 +47,7 @@ def check(name: str, fine: bool | None, detail: str) -> Row:
 def _cache(cell: Cell, run: Run) -> Row:
     """Was the cache on or off as asked, by the tokens fed after the prefill and by the cached bytes?"""
     widths = sorted({width for _, width in run.fed[1:]})
-    as_fed = None if not widths else (widths == [1]) == cell.kv_caching
+    as_fed = None if not widths else (widths[-1] <= (1 + MOST if cell.speculate else 1)) == cell.kv_caching
     as_cached = None if run.cache_bytes is None else (run.cache_bytes > 0) == cell.kv_caching
     seen = [fine for fine in (as_fed, as_cached) if fine is not None]
     fed = "" if not widths else f"{' to '.join(map(str, sorted({widths[0], widths[-1]})))} fed per row and step"
@@ -65,6 +66,10 @@ def _tokens(cell: Cell, run: Run) -> Row:
     total, right = (sum(rows * width for rows, width in fed) for fed in (run.fed, wanted))
     first = run.fed[0] if run.fed else (0, 0)
     out = f"{len(run.ids)} x {'/'.join(map(str, made))} out"
+    if cell.speculate and run.fed:
+        accepted = run.accepted(cell.output_len)
+        words = f"{first[0]} x {first[1]} in, {out}, {run.proposed} guessed tokens fed, {accepted} of them right"
+        return check("tokens", came_out and first == wanted[0] and 0 <= accepted <= run.proposed, words)
     words = f"{first[0]} x {first[1]} in, {out}, {total} fed of {right} worked out"
     return check("tokens", came_out and run.fed == wanted, words)
 
