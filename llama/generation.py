@@ -24,7 +24,7 @@ from llama.ranks import ALONE, Ranks
 from llama.request import Options, Step, check_scored, check_speculation, listing_options, make_request
 from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
-from llama.speculation import Width, accepted
+from llama.speculation import Width, accepted, width_of
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 
@@ -59,7 +59,7 @@ class PlainStepper:
         self.logits: Tensor | None = None
         self.cache = cache or made_cache(model, batch)
         self.pending = 0
-        self.width: Width | None = None if batch.request.speculate is None else Width()
+        self.width = width_of(batch.request.speculate)
 
     def prefill(self) -> Iterator[Token]:
         """Feed all prompts in one pass; yield their tokens if `echo` is set."""

@@ -15,7 +15,7 @@ import torch
 from llama.args import ModelArgs
 from llama.kv_cache import Cache, check_lossless
 from llama.sampling import Sampling, row_streams, whole_number
-from llama.speculation import Proposer, check_speculate
+from llama.speculation import Speculate, check_speculate
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -82,7 +82,7 @@ class Options(TypedDict, total=False):
     kv_caching: bool | None
     kv_cache: str | None
     share_prefix: bool
-    speculate: str | Callable[[], Proposer] | None
+    speculate: Speculate | None
     prefix: Prefix | None
     device: torch.device | str | None
     on_step: Callable[[Step], None] | None
@@ -118,7 +118,7 @@ class Request:
     on_step: Callable[[Step], None] | None = None
     kv_cache: str | None = None
     share_prefix: bool = False
-    speculate: str | Callable[[], Proposer] | None = None
+    speculate: Speculate | None = None
 
     @property
     def shared(self) -> int:

@@ -13,7 +13,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import eq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,18 @@ class Lookup:
         return guess
 
 
+class EveryGuess(NamedTuple):
+    """A way to guess, `of`, all of whose guesses are fed whatever they cost: no clock decides which calls are made."""
+
+    of: "str | Callable[[], Proposer]"
+
+
+Speculate = str | Callable[[], Proposer] | EveryGuess
+
+
 def check_speculate(option: object) -> None:
-    """Raise ValueError unless `option` is "lookup", "lookup:N", a function without arguments, or None."""
+    """Raise ValueError unless `option` is "lookup", "lookup:N", a function without arguments, one of these, or None."""
+    option = option.of if isinstance(option, EveryGuess) else option
     if option is None or callable(option) or _most_of(option) is not None:
         return
     raise ValueError(
@@ -81,7 +91,8 @@ class Guesser:
     proposed, accepted: how many guessed tokens were fed, and how many of these were right.
     """
 
-    def __init__(self, option: str | Callable[[], Proposer], vocab_size: int) -> None:
+    def __init__(self, option: Speculate, vocab_size: int) -> None:
+        option = option.of if isinstance(option, EveryGuess) else option
         self._vocab_size = vocab_size
         self._proposer = option() if callable(option) else Lookup()
         self._most = MOST if callable(option) else _most_of(option) or 0
@@ -163,6 +174,18 @@ class Width:
     def _measured(self, tokens: int) -> float:
         seconds, call = self._seconds[tokens]
         return max(seconds * (1 - AGING) ** (self._calls - call), 1e-9)  # a clock may be coarse, and a call long ago
+
+
+class Eager(Width):
+    """Feeds every guess."""
+
+    def cut(self, guesses: Sequence[list[int]], chances: Sequence[float]) -> list[list[int]]:
+        return list(guesses)
+
+
+def width_of(option: Speculate | None) -> Width | None:
+    """Return what chooses how much of the guesses is fed; None without guesses."""
+    return None if option is None else Eager() if isinstance(option, EveryGuess) else Width()
 
 
 def _right(chance: float, count: int) -> float:

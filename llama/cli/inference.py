@@ -181,7 +181,9 @@ def main(
     pieces = model.stream(tokenizer, asked, **how, **writing)
     code = complete(model, texts, pieces, about, live=stream)
     if watch is not None and code == 0:
-        console.put(write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), **writing))
+        console.put(
+            write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), speculate=speculate, **writing)
+        )
     return code
 
 

@@ -16,7 +16,7 @@ from llama.batch import Batch, Token
 from llama.generation import make_stepper
 from llama.model import Transformer
 from llama.request import Options, make_request
-from llama.speculation import Lookup, Proposer, Width
+from llama.speculation import Eager, Lookup, Proposer
 
 WAYS: dict[str, Options] = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.8, "top_p": 0.95}}
 RIGHT = 0.8  # the share of right tokens in the guesses of `Noisy`
@@ -34,13 +34,6 @@ class Compared:
     logprobs: int = 0
     proposed: int = 0
     accepted: int = 0
-
-
-class Eager(Width):
-    """Feeds every guess."""
-
-    def cut(self, guesses: Sequence[list[int]], chances: Sequence[float]) -> list[list[int]]:
-        return list(guesses)
 
 
 class Noisy:

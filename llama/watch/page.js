@@ -22,7 +22,10 @@
   // The state of a position in this step: with the cache in one layer, in any layer, and without the cache.
   function stateOn(moment, position, layer) {
     const [start, fed] = moment.fed[0];
-    if (position >= start + fed) return position < data.layout.reserved ? "reserved" : "";
+    if (position >= start + fed) {
+      if (position < start + fed + moment.rejected.length) return "rejected";
+      return position < data.layout.reserved ? "reserved" : "";
+    }
     if (!within(seenBy(moment, layer), position)) return "gone";
     return position >= start ? "written" : "cached";
   }
@@ -81,8 +84,8 @@
         const x = position * cell;
         const wide = Math.max((gap ? cell : (end - first) * cell) - gap, 1);
         const tall = (height - gap) * bitsOf(position, state);
-        if (state === "gone") {
-          pen.strokeStyle = colour("grid");
+        if (state === "gone" || state === "rejected") {
+          pen.strokeStyle = colour(state === "gone" ? "grid" : "written");
           pen.strokeRect(x + 0.5, y + 0.5, Math.max(wide - 1, 0.5), height - gap - 1);
           continue;
         }
@@ -146,7 +149,7 @@
     const many = `Grid of ${data.layers} layers and ${total} positions.`;
     $("grid-on").setAttribute("aria-label",
       `${many} In the cache: ${Math.max(held - fed, 0)} positions are read, ${fed} are computed and written, ` +
-      `${end - held} are dropped.`);
+      `${end - held} are dropped${moment.rejected.length ? `, ${moment.rejected.length} guesses are rejected` : ""}.`);
     $("grid-off").setAttribute("aria-label",
       `${many} Without the cache: ${before} positions are computed again, ${moment.fed[1][1] - before} for the first time.`);
   }
@@ -167,6 +170,8 @@
     const before = fedBefore();
     const end = moment.fed[1][0] + moment.fed[1][1];
     showText($("text-on"), data.texts[0], end, (position) => stateOnOfAny(moment, position));
+    $("text-on").append(...moment.rejected.map((text) => element("span", "rejected", text || "·")));
+    $("text-on").scrollTop = $("text-on").scrollHeight;
     showText($("text-off"), data.texts[1], end, (position) => stateOff(moment, position, before));
   }
 
@@ -365,6 +370,7 @@
       moment.seen.some((ranges) => count(ranges) < moment.fed[1][0] + moment.fed[1][1]));
     $("legend-reserved").hidden = !reserved;
     $("legend-gone").hidden = !drops;
+    $("legend-rejected").hidden = !data.steps.some((moment) => moment.rejected.length);
     $("legend-bits").hidden = !bits;
     $("legend-block").hidden = !block;
     $("legend-bits").querySelector("span").textContent =

@@ -69,27 +69,38 @@ def sentence(number: int, moment: Moment) -> str:
             f"Step {number}: {_counted(on.fed)} fed, the whole prompt. The cache is empty, so both modes compute all "
             "of it. The cache stores the result, which is not computed again."
         )
-    read = moment.cached - on.fed
-    return (
-        f"Step {number}: {_counted(on.fed)} fed, {_counted(read, 'position')} read from the cache. Without it: "
-        f"{_counted(off.fed)} computed, {off.fed - on.fed} of them again."
-    )
+    first = on.fed - moment.wrong
+    read = _counted(moment.cached - first, "position")
+    fed, steps = f"{_counted(on.fed)} fed, {read} read from the cache.", ""
+    if moment.guess:
+        made = _counted(1 + moment.right)
+        fed = (
+            f"1 token and a guess of {len(moment.guess)} fed: {moment.right} right, {moment.wrong} rejected. One call "
+        )
+        fed += f"makes {made}, with {read} read from the cache."
+        steps = f" in {_counted(off.steps, 'step')}"
+    return f"Step {number}: {fed} Without it: {_counted(off.fed)} computed{steps}, {off.fed - first} of them again."
 
 
-def formulas(recording: Recording, work: StepWork, cached: int) -> list[str]:
+def formulas(recording: Recording, work: StepWork, cached: int, guessed: int = 0, wrong: int = 0) -> list[str]:
     """Return for each of the COUNTERS of a step its formula with this model's numbers.
 
-    `cached`: the number of positions that the newest token reads, its own included; 0 with the cache off.
+    `cached`: the number of positions that the newest token reads, its own included; 0 with the cache off. `guessed`:
+    how many tokens of a guess were fed, of which so many were `wrong`.
     """
     args, layout = recording.args, recording.layout
+    if work.steps > 1:
+        values = (getattr(work, name) for name in list(COUNTERS.values())[:3])
+        sums = [f"the sum of {work.steps} steps = {value:,}" for value in values]
+        return [*sums, "no cache = 0", "measured, the sum of these steps"]
     heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
     weights = args.n_layers * args.dim * (heads + 3 * args.ffn_dim)
-    before = max(cached - work.fed, 0)
+    before = max(cached - work.fed + wrong, 0)
     pairs = work.fed * before + work.fed * (work.fed + 1) // 2
     flops = (
         f"2 x {weights:,} weights of the layers x {_counted(work.fed)} + 4 x {args.n_layers} layers x {args.n_heads} "
         f"heads x {args.head_dim} numbers x {pairs:,} pairs of query and key + 2 x {args.dim} x {args.vocab_size:,} "
-        f"for the logits = {work.flops:,}"
+        f"for the logits{f' x {_counted(1 + guessed)}' if guessed else ''} = {work.flops:,}"
     )
     held = layout.parts(before)
     from_cache = args.n_layers * sum(map(math.prod, held))
@@ -100,7 +111,7 @@ def formulas(recording: Recording, work: StepWork, cached: int) -> list[str]:
         fed,
         flops,
         f"{read} = {work.bytes_read:,}",
-        _held(recording, work, cached),
+        _held(recording, work, cached and cached + wrong),
         "measured, in a run without hooks",
     ]
     return [formula.replace(" x ", " \u00d7 ") for formula in made]
@@ -152,6 +163,7 @@ def _data(recording: Recording) -> dict[str, Any]:
     values = operator.attrgetter(*COUNTERS.values())
     sides = [one.on for one in recording.moments], [one.off for one in recording.moments]
     sums = [list(accumulate(map(values, side), _added)) for side in sides]
+    ends = list(accumulate(one.on.fed - one.wrong for one in recording.moments))  # of the text
     return {
         "layers": recording.args.n_layers,
         "heads": recording.args.n_heads,
@@ -164,13 +176,18 @@ def _data(recording: Recording) -> dict[str, Any]:
         "steps": [
             {
                 "words": sentence(number, moment),
-                "fed": [[moment.on.start, moment.on.fed], [moment.off.start, moment.off.fed]],
+                "fed": [[moment.on.start, moment.on.fed - moment.wrong], [0, ends[number - 1]]],
+                "rejected": [printable(text) for text in moment.guess[moment.right :]],
                 "seen": _ranges(moment.seen),
                 "counters": [
-                    _counters(moment.on, sums[0][number - 1], formulas(recording, moment.on, moment.cached)),
+                    _counters(
+                        moment.on,
+                        sums[0][number - 1],
+                        formulas(recording, moment.on, moment.cached, len(moment.guess), moment.wrong),
+                    ),
                     _counters(moment.off, sums[1][number - 1], formulas(recording, moment.off, 0)),
                 ],
-                "wasted": int(sums[1][number - 1][0] - sums[0][number - 1][0]),
+                "wasted": int(sums[1][number - 1][0] - ends[number - 1]),
                 "likely": [[printable(one.text), round(one.probability, 4), one.chosen] for one in moment.likely],
                 "attention": _packed(moment, layers) if number > first else None,
             }

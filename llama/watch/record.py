@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal, Self, Unpack
 
 import torch
@@ -28,6 +28,7 @@ from llama.ops import Scoring, attention_weights, check_attention
 from llama.quant.layers import weights_of
 from llama.request import Options, Step
 from llama.rows import Rows
+from llama.speculation import EveryGuess, accepted
 from llama.streaming import TextCodec, encode_prompt
 
 LIKELY = 5  # the number of most likely next tokens of a step
@@ -41,6 +42,7 @@ class StepWork:
 
     bytes_read: the weights, once, and the cached keys and values.
     bytes_held: the bytes of the caches of all layers.
+    steps: more than 1 if these are the costs of several steps: of those that make the tokens of one call with a guess.
     """
 
     start: int
@@ -49,6 +51,7 @@ class StepWork:
     bytes_read: int
     bytes_held: int
     ms: float
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Moment:
-    """One step of a generation, in both modes.
+    """One step of a generation, in both modes. With the cache, it may feed a guess behind the newest token.
 
     seen: for each layer the positions that the newest token attends to, ascending. Positions before the fed tokens are
-        cached.
+        cached. In the place of the newest token stands the last guessed one that was right.
     attention: for each layer the weights of these positions, n_heads x len(seen), in 8 bits.
     likely: the most likely next tokens.
+    guess: the guessed tokens that were fed, as text.
+    right: how many of them were right.
     """
 
     on: StepWork
@@ -75,6 +80,13 @@ class Moment:
     seen: tuple[tuple[int, ...], ...]
     attention: tuple[bytes, ...]
     likely: tuple[Candidate, ...]
+    guess: tuple[str, ...] = ()
+    right: int = 0
+
+    @property
+    def wrong(self) -> int:
+        """The number of guessed tokens that were rejected. They are cached, until others are written over them."""
+        return len(self.guess) - self.right
 
     @property
     def cached(self) -> int:
@@ -151,26 +163,33 @@ def record(
     ids = encode_prompt(tokenizer, prompt)
     length, cut = _steps_to_show(model, empty, len(ids), max_gen_len)
     options["seed"] = 1 if options.get("seed") is None else options["seed"]
+    speculate = options.pop("speculate", None)
+    # Every guess is fed, so that the timed run makes the same calls.
+    guessing = speculate if speculate is None or isinstance(speculate, EveryGuess) else EveryGuess(speculate)
 
     def run(model: Transformer | _Watched, *, kv_caching: bool) -> _Run:
         run = _Run(progress)
         mode: Options = {**options, "kv_caching": kv_caching, "on_step": run}
+        mode["speculate"] = guessing if kv_caching else None
         result = model.generate(tokenizer, [ids], length, stop=stop, **mode)[0]
         run.began.append(time.perf_counter())
         run.ids = [*ids, *result["ids"]]
         return run
 
-    seen: list[_Seen] = []
-    shown = run(_Watched(plain, seen), kv_caching=True)
+    calls: list[list[_Seen]] = []
+    shown = run(_Watched(plain, calls), kv_caching=True)
+    guesses = shown.guesses()
+    seen = [call[right] for call, (_, right) in zip(calls, guesses, strict=True)]
     load = OtherLoad()
     load.start()
     on, off = run(plain, kv_caching=True), run(plain, kv_caching=False)
     others = load.stop()
     layout = _layout(empty.layers[0], model.dtype.itemsize, seen[0].reserved)
     busy = _busy(others, off.began[-1] - on.began[0])
-    notes = [*_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
-    works = on.works(plain, layout, seen), off.works(plain, layout, [_Seen()] * len(off.steps))
-    steps = zip(seen, *works, strict=False)  # the shortest, if the runs differ
+    every = ["Every guess is fed here. A generation feeds those that make more tokens a second."] if guessing else []
+    notes = [*every, *_differences(shown, on, off, lossless=all(layer.lossless for layer in empty.layers)), *busy, *cut]
+    uncached = _together(off.works(plain, layout, [_Seen()] * len(off.steps)), [1 + right for _, right in guesses])
+    steps = zip(seen, on.works(plain, layout, seen), uncached, guesses, strict=False)  # the shortest, if runs differ
     return Recording(
         args=model.args,
         layout=layout,
@@ -180,8 +199,13 @@ def record(
         texts=_pieces(tokenizer, shown.ids),
         texts_off=_pieces(tokenizer, off.ids),
         moments=tuple(
-            Moment(cached, uncached, tuple(what.positions), tuple(what.attention), _likely(tokenizer, what, shown.ids))
-            for what, cached, uncached in steps
+            Moment(
+                *(cached, uncached, tuple(what.positions), tuple(what.attention)),
+                _likely(tokenizer, what, shown.ids),
+                tuple(map(tokenizer.decode, [[id] for id in guess])),
+                right,
+            )
+            for what, cached, uncached, (guess, right) in steps
         ),
         notes=tuple(notes),
     )
@@ -190,7 +214,7 @@ def record(
 def _check(model: Transformer, options: Options) -> None:
     if model.ranks.size > 1:
         raise ValueError(f"{model.ranks.size} processes share this model, and each sees a part; watch it in one")
-    idle = options.keys() & {"echo", "logprobs", "share_prefix", "speculate", "prefix", "on_step", "kv_caching"}
+    idle = options.keys() & {"echo", "logprobs", "share_prefix", "prefix", "on_step", "kv_caching"}
     for layer in model.blocks:
         check_attention(layer.attention.ops, "a recording shows attention weights", "model.use(llama.ops.PLAIN)")
     if idle:
@@ -235,17 +259,27 @@ class _Seen:
 
 @dataclass
 class _Run:
-    """The (start, end) of each step of a generation, and when it began; called as `on_step`."""
+    """The (start, end) of each step of a generation, its tokens, and when it began; called as `on_step`."""
 
     progress: Callable[[], None]
     steps: list[tuple[int, int]] = field(default_factory=list)
+    fed: list[list[int]] = field(default_factory=list)
     began: list[float] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
     def __call__(self, step: Step) -> None:
         self.steps.append((step.prev_pos[0], step.cur_pos[0]))
+        self.fed.append(step.ids[0])
         self.progress()
         self.began.append(time.perf_counter())
+
+    def guesses(self) -> list[tuple[list[int], int]]:
+        """Return the guess that each step was fed behind the newest token, and how many of its tokens were right."""
+        found: list[tuple[list[int], int]] = [([], 0)]  # the first step feeds the prompt
+        for (start, _), fed in zip(self.steps[1:], self.fed[1:], strict=True):
+            guess = fed[1:] if start else []  # without the cache, the whole text is fed
+            found.append((guess, accepted(guess, self.ids[start + 1 :])))
+        return found
 
     def works(self, model: Transformer, layout: CacheLayout, seen: Sequence[_Seen]) -> Iterator[StepWork]:
         """Yield the costs of every step; `seen` is what the newest token reads, its own position included.
@@ -257,35 +291,51 @@ class _Run:
             weights = weights_of(model).items()
             matrices = {name: one.nbytes for name, one in weights if not isinstance(one, Tensor) or one.ndim > 1}
         times = [1000 * (end - begin) for begin, end in pairwise(self.began)]
-        for (start, end), ms, one in zip(self.steps, times, seen, strict=False):
+        for (start, end), ms, one, (guess, right) in zip(self.steps, times, seen, self.guesses(), strict=False):
             fed = end - start
-            before = max(max(map(len, one.positions), default=0) - fed, 0)
+            before = max(max(map(len, one.positions), default=0) - fed + len(guess) - right, 0)
             read = step_bytes(args, rows=fed, context=0, itemsize=itemsize, quantize=matrices)
             read += args.n_layers * sum(map(math.prod, layout.parts(before)))
-            yield StepWork(start, fed, forward_flops(args, seqlen=fed, start_pos=before), read, one.bytes_held, ms)
+            flops = forward_flops(args, seqlen=fed, start_pos=before, scored=1 + len(guess))
+            yield StepWork(start, fed, flops, read, one.bytes_held, ms)
+
+
+_SUMMED = ("fed", "flops", "bytes_read", "ms")
+
+
+def _together(works: Iterator[StepWork], counts: Sequence[int]) -> Iterator[StepWork]:
+    """Yield the costs of the next steps together, as many as each of `counts` says."""
+    for count in counts:
+        own = list(islice(works, count))
+        if own:
+            fed, flops, read, ms = (sum(getattr(one, name) for one in own) for name in _SUMMED)
+            yield StepWork(own[0].start, fed, flops, read, own[-1].bytes_held, ms, len(own))
 
 
 # ---- recording attention ---------------------------------------------------------------------------------------------
 
 
 class _Recorded(KVCache):
-    """Mixed into a kind of cache: records the positions and weights of the newest query's attention."""
+    """Mixed into a kind of cache: records the positions and weights of the attention of the newest queries."""
 
-    _recording: list[_Seen]
+    _recording: list[list[_Seen]]
 
     def observe(self, attended: Attended) -> None:
-        step, end = self._recording[-1], attended.rows.end
-        step.end = end
-        positions, weights = look(attended.xq[:1, -1:], attended.keys[:1], end, attended.visible, attended.scoring)
-        step.positions.append(positions)
-        step.attention.append(weights)
+        newest, width = self._recording[-1], attended.xq.shape[1]
+        for place, step in enumerate(newest, width - len(newest)):
+            step.end = attended.rows.end - width + place + 1
+            query, visible = attended.xq[:1, place : place + 1], attended.visible
+            visible = None if visible is None else visible[..., place : place + 1, :]
+            positions, weights = look(query, attended.keys[:1], step.end, visible, attended.scoring)
+            step.positions.append(positions)
+            step.attention.append(weights)
         super().observe(attended)
 
 
 class _Watched(Generation):
     """A model with recorded caches: the protocol `llama.generation.LanguageModel`."""
 
-    def __init__(self, model: Transformer, seen: list[_Seen]) -> None:
+    def __init__(self, model: Transformer, seen: list[list[_Seen]]) -> None:
         self._model, self._seen = model, seen
         self.args, self.device, self.kv_caching = model.args, model.device, model.kv_caching
 
@@ -309,11 +359,13 @@ class _Watched(Generation):
         self, tokens: Tensor, start_pos: Rows, *, cache: Cache | None, logits: Literal["all", "last"]
     ) -> Tensor:
         assert cache is not None
-        self._seen.append(_Seen())
+        newest = [_Seen() for _ in range(tokens.shape[1] if logits == "all" else 1)]  # all of a verified guess
+        self._seen.append(newest)
         made: Tensor = self._model(tokens, start_pos, cache=cache, logits=logits)
-        top = made[0, -1].softmax(-1).topk(min(LIKELY, made.shape[-1]))
-        self._seen[-1].likely = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        self._seen[-1].bytes_held, self._seen[-1].reserved = cache.nbytes, cache.layers[0].slots or 0
+        tops = made[0].softmax(-1).topk(min(LIKELY, made.shape[-1]))
+        for step, ids, probabilities in zip(newest, tops.indices.tolist(), tops.values.tolist(), strict=True):
+            step.likely = list(zip(ids, probabilities, strict=True))
+            step.bytes_held, step.reserved = cache.nbytes, cache.layers[0].slots or 0
         return made
 
 

@@ -144,6 +144,25 @@ def test_a_sentence_says_what_a_step_does() -> None:
         "Step 12: 1 token fed, 14 positions read from the cache. Without it: 15 tokens computed, 14 of them again."
     )
     assert "1 token fed, 1 position read from the cache" in sentence(2, made_up(["a"], steps=2).moments[1])
+    on, off = replace(last.on, start=12, fed=4), replace(last.off, fed=29, steps=2)
+    guessed = replace(last, on=on, off=off, guess=("a", "b", "c"), right=2)
+    assert sentence(9, guessed) == (
+        "Step 9: 1 token and a guess of 3 fed: 2 right, 1 rejected. One call makes 3 tokens, with 12 positions read "
+        "from the cache. Without it: 29 tokens computed in 2 steps, 26 of them again."
+    )
+
+
+def test_a_step_with_a_guess_has_its_rejected_tokens_beside_the_text_and_counts_what_is_computed_again() -> None:
+    first, second, *_ = made_up(["a"] * 4).moments
+    guess = ("<b", "c", NASTY)
+    guessed = replace(
+        second, on=replace(second.on, fed=4), off=replace(second.off, fed=11, steps=2), guess=guess, right=1
+    )
+    data = data_of(page(replace(made_up(["a"] * 4), moments=(first, guessed))))
+    assert [step["fed"] for step in data["steps"]] == [[[0, 4], [0, 4]], [[4, 2], [0, 6]]]
+    assert [step["rejected"] for step in data["steps"]] == [[], ["c", printable(NASTY)]]
+    assert data["steps"][1]["wasted"] == 4 + 11 - 6
+    assert data["steps"][1]["counters"][1][0][3] == "the sum of 2 steps = 11"
 
 
 def test_figures_are_short() -> None:

@@ -3,7 +3,7 @@
 Chromium runs without a window, and nothing is fetched. Skipped without Chromium, its driver or selenium.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,18 @@ class Page:
 @pytest.fixture(scope="module")
 def recordings() -> dict[str, Recording]:
     model = tiny_model()
-    return {kind: record(model, Ids(), PROMPT, NEW, temperature=0.0, kv_cache=kind) for kind in KINDS}
+    made = {kind: record(model, Ids(), PROMPT, NEW, temperature=0.0, kv_cache=kind) for kind in KINDS}
+    again = [*PROMPT, *PROMPT[:3]]
+    return made | {
+        "guesses": record(model, Ids(), again, len(PROMPT) + NEW - len(again), temperature=0.0, speculate=Wrong)
+    }
+
+
+class Wrong:
+    """Guesses two tokens, of which the model chooses none."""
+
+    def propose(self, ids: Sequence[int], count: int) -> list[int]:
+        return [38, 39][:count]
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +179,19 @@ def test_cells_have_the_colours_of_their_states(shown: Page, dark: bool) -> None
     assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-off .recomputed")) == newest
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_rejected_guesses_are_outlined_in_the_cache_and_struck_out_in_the_text(shown: Page, dark: bool) -> None:
+    shown.open("guesses", "#step=2", width=400, dark=dark)
+    struck = shown.driver.find_elements(By.CSS_SELECTOR, "#text-on .rejected")
+    assert [one.text.strip() for one in struck] == ["38", "39"]
+    assert "2 guesses are rejected" in str(shown.find("#grid-on").get_attribute("aria-label"))
+    assert "a guess of 2 fed: 0 right, 2 rejected" in shown.text("#words")
+    assert not shown.run("return document.getElementById('legend-rejected').hidden")
+    assert len(shown.driver.find_elements(By.CSS_SELECTOR, "#text-off .rejected")) == 0
+    shown.open("static", "#step=2")
+    assert shown.run("return document.getElementById('legend-rejected').hidden")
+
+
 def test_positions_that_a_window_drops_disappear(shown: Page) -> None:
     shown.open("window:6+2", f"#step={NEW}")
     newest = len(PROMPT) + NEW - 2
@@ -179,7 +203,7 @@ def test_positions_that_a_window_drops_disappear(shown: Page) -> None:
 
 
 def test_nothing_has_to_be_scrolled_sideways(shown: Page) -> None:
-    for kind, width in (("static", 400), ("window:6+2", 400), ("int8", 400), ("static", 1600)):
+    for kind, width in (("static", 400), ("window:6+2", 400), ("int8", 400), ("guesses", 360), ("static", 1600)):
         shown.open(kind, f"#step={NEW}", width=width)
         shown.run("document.querySelectorAll('details').forEach((line) => { line.open = true; })")
         page = "document.documentElement"

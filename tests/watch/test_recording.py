@@ -8,6 +8,7 @@ import torch
 from fakes import Ids
 from hypothesis import given
 from hypothesis import strategies as st
+from test_page import figure_of
 from tiny import tiny_model, watched, weights_by_loops
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from llama.kv_cache import Int8Cache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
 from llama.quant.layers import quantize_layers
+from llama.watch.page import formulas
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -50,6 +52,38 @@ def test_the_text_and_the_bytes_are_those_of_the_same_generation_unrecorded(mode
         assert [[work.start] for work in works] == watch.starts
     alike = recording.texts == recording.texts_off
     assert [note.startswith("From token") for note in recording.notes] == ([] if alike else [True])
+
+
+@pytest.mark.parametrize("kv_cache", ["static", "concat"])
+def test_a_step_with_a_guess_shows_what_was_right_and_what_its_last_right_token_sees(
+    model: Transformer, kv_cache: str
+) -> None:
+    prompt = [*PROMPT, *PROMPT[:4]]
+    how: Any = {"temperature": 0.0, "kv_cache": kv_cache}
+    plain, guessed = (record(model, Ids(), prompt, 30, **how, speculate=one) for one in (None, "lookup:4"))
+    assert (guessed.texts, guessed.texts_off) == (plain.texts, plain.texts)
+    by_end = {moment.cached: moment for moment in plain.moments}
+    moments = [by_end[moment.cached] for moment in guessed.moments]
+    assert [one.seen for one in guessed.moments] == [one.seen for one in moments]
+    assert [one.attention for one in guessed.moments] == [one.attention for one in moments]
+    assert [one.likely[0].text for one in guessed.moments] == [one.likely[0].text for one in moments]
+    assert all(one.likely[0].chosen for one in guessed.moments)
+    asked, end = [one for one in guessed.moments if one.guess], len(prompt)
+    assert sum(one.right for one in asked) > 0 < sum(one.wrong for one in asked)
+    for moment in guessed.moments[1:]:
+        assert (moment.on.start, moment.on.fed) == (end, 1 + len(moment.guess))
+        right = tuple(text.strip() for text in guessed.texts[end + 1 :])[: moment.right]
+        assert tuple(text.strip() for text in moment.guess[: moment.right]) == right
+        flops = forward_flops(model.args, seqlen=moment.on.fed, start_pos=end, scored=moment.on.fed)
+        assert moment.on.flops == flops
+        told = formulas(guessed, moment.on, moment.cached, len(moment.guess), moment.wrong)
+        figures = [moment.on.fed, moment.on.flops, moment.on.bytes_read, moment.on.bytes_held]
+        assert list(map(figure_of, told[:4])) == figures
+        end += 1 + moment.right
+    for name in ("fed", "flops", "bytes_read", "steps"):
+        sums = [sum(getattr(one.off, name) for one in recording.moments) for recording in (plain, guessed)]
+        assert sums[0] == sums[1]
+    assert guessed.notes[0].startswith("Every guess is fed here.")
 
 
 def test_counters_equal_the_costs_of_the_model(model: Transformer) -> None:
