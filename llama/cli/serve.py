@@ -45,8 +45,8 @@ def main(
             none is needed.
         rows: The most texts that generate at a time.
         kv_cache: The kind of cache, NAME or NAME:PARAMS, which llama-kv kinds describes.
-        cache_gb: The most memory of all caches, in GB; by default a quarter of the free memory. A text waits until its
-            whole length fits.
+        cache_gb: The most memory of all caches, in units of 2^30 bytes; by default a quarter of the free memory. A text
+            waits until its whole length fits.
         max_seq_len: The longest text, prompt and answer together; by default that of the checkpoint.
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         quantize: The format of the weights in memory: int8, int4, stored, or none; auto is stored for a quantised .gguf
@@ -90,7 +90,7 @@ def main(
 
     def cache_bytes(model: "Transformer") -> int | None:
         free = available_memory(model.device)
-        given = None if cache_gb is None else int(cache_gb * 1e9)
+        given = None if cache_gb is None else int(cache_gb * 2**30)
         return given if given is not None or free is None else int(SHARE * free)
 
     options: dict[str, Any] = {"rows": rows, "kv_cache": kind, "cache_bytes": cache_bytes, "speculate": speculate}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from refusals import unrefused
 from serving import Served, asgi, serving
 from tables import table
+from tiny import tiny_model
 
 from llama.cli import serve
 
@@ -166,3 +167,17 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
         (lambda: serve.main(port=served.port), r"--port \d+: .*in use.*; choose another one"),
     ]
     assert unrefused(calls) == []
+
+
+def test_a_gb_of_the_command_is_2_to_the_30_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def engine(*_: Any, cache_bytes: Any, **__: Any) -> None:
+        asked.append(cache_bytes(tiny_model()))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("llama.serve.engine.Engine", engine)
+    monkeypatch.setattr("llama.serve.server.bind", lambda *_: None)
+    with pytest.raises(ValueError, match="enough"):
+        serve.main(port=0, cache_gb=0.5)
+    assert asked == [2**29]
