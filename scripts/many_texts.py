@@ -1,6 +1,6 @@
 """Measure texts that come and go against batches that wait for their longest text, and print what was to be expected.
 
-    python scripts/many_texts.py [--quantize stored] [--texts 200] [--rows 16] [--kv_cache static]
+    python scripts/many_texts.py [--quantize none] [--texts 200] [--rows 16] [--kv_cache static]
 
 Prompts and new tokens have log-normal lengths. The expected gain follows from these lengths and from the measured time
 of a step of 1, 2, 4, ... rows: chunks make a step of all their rows that have not ended; texts that come and go fill
@@ -88,7 +88,7 @@ def coming_and_going(lengths: Sequence[int], rows: int, curve: dict[int, float])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quantize", choices=["stored", "int8", "int4"])
+    parser.add_argument("--quantize", choices=["stored", "int8", "int4", "none"], help="none: float32")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--kv_cache", default="static")
