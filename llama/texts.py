@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from traceback import clear_frames
 from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
@@ -155,7 +156,10 @@ class Texts:
         if self._running is not None and (maybe_changed or self._on_step is not None):
             self._running.batch.maybe_changed = True
         with torch.inference_mode():
-            return [*self._decoded(), *self._prompts_fed()]
+            events = [*self._decoded(), *self._prompts_fed()]
+        for event in events:
+            _free_frames(event.error)
+        return events
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -272,3 +276,10 @@ class Texts:
     def _requests(self) -> list[Request]:
         """Return the texts that run."""
         return [text.request for text in self._texts.values() if text.row is not None]
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Drop the local variables of an error's calls, which would keep a text's cache as long as the error."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__context__

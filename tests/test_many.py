@@ -2,6 +2,7 @@
 
 import logging
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from refusals import unrefused
 from tables import cases
 from tiny import tiny_model
 
+from llama.kv_cache import Cache, KVCache
 from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.stepper import CallKind
@@ -74,6 +76,53 @@ def alone(model: Transformer, given: list[dict[str, Any]]) -> list[tuple[list[in
         assert logprobs is not None
         made.append((ids[0], logprobs[0]))
     return made
+
+
+@needs_a_compiler
+def test_a_text_for_whose_row_a_layer_has_no_memory_fails_alone_and_its_error_keeps_no_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model = twins("fp32", ARGS)
+    given = [{"prompt": [row + 1] * 9, "max_gen_len": 9 + row, "logprobs": True, **WAYS[row % 3]} for row in range(4)]
+    expected, allocate, join = alone(model, given), KVCache._allocate, Cache.join
+    joining: list[Any] = []
+
+    def joined(self: Cache, other: Cache, *of: int) -> None:
+        joining.append(weakref.ref(other))
+        join(self, other, *of)
+
+    monkeypatch.setattr(Cache, "join", joined)
+    for layer in range(ARGS.n_layers):
+        texts, made, errors = Texts(model), [([], []) for _ in given], list[Exception]()
+
+        def step(texts: Texts = texts, made: Any = made, errors: list[Exception] = errors) -> None:
+            for event in texts.step():
+                errors += [] if event.error is None else [event.error]
+                if event.token is not None:
+                    made[event.number][0].append(event.token.id)
+                    made[event.number][1].append(event.token.logprob)
+
+        def poor(self: KVCache, shape: Any, *of: Any, layer: int = layer) -> Any:
+            if self.layer == layer and shape[0] > 2:
+                raise MemoryError("no memory")
+            return allocate(self, shape, *of)
+
+        for one in given[:2]:
+            texts.add(**one)
+            step()
+            step()
+        texts.add(**given[2])
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "_allocate", poor)
+            step()
+        (error,) = errors
+        assert joining[-1]() is None
+        texts.add(**given[3])
+        while not texts.idle:
+            step()
+        assert errors == [error]
+        assert isinstance(error, MemoryError)
+        assert [*made[:2], made[3]] == [*expected[:2], expected[3]]
 
 
 # ---- a text among others is the text alone ---------------------------------------------------------------------------

@@ -172,10 +172,12 @@ class Cache:
 
         Later rows are dropped. Raises RuntimeError during a call of one of the caches. Raises ValueError, before
         anything is written, if the kind cannot join rows, if the kinds, sizes, sources or pools differ, and after a
-        call that did not end.
+        call that did not end. If a layer has no memory for the row, both caches stay as they are.
         """
         with locked(self._call, TAKEN), locked(self._turn), locked(other._call, TAKEN):
             self._check_join(other, rows, length)
+            for layer, joining in zip(self.layers, other.layers, strict=True):
+                layer.prepare_join(joining, rows, length)
             with self._changing(), other._changing():
                 for layer, joining in zip(self.layers, other.layers, strict=True):
                     layer.join(joining, rows, length)

@@ -325,7 +325,7 @@ class KVCache:
         return self.keys is not None and row < len(self.keys) and length <= self.keys.shape[1]
 
     def prepare_join(self, other: Self, rows: int, length: int) -> None:
-        """Allocate what `join` writes."""
+        """Allocate what `join` writes, in all layers before the first one joins. Positions of other rows stay."""
         assert other.like is not None
         self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
 
@@ -333,9 +333,8 @@ class KVCache:
     def join(self, other: Self, rows: int, length: int) -> None:
         """Move row 0 of `other`, a text of `length` positions, to row `rows`; drop the rows from there on.
 
-        Called after `check_join`; then `other` is freed.
+        Called after `check_join` and `prepare_join`; then `other` is freed.
         """
-        self.prepare_join(other, rows, length)
         moved = other._written(0, length)
         for name, part in self._written(rows, length).items():
             part.copy_(moved[name])

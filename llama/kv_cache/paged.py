@@ -194,6 +194,9 @@ class PagedCache(KVCache, kind="paged"):
     def _has_row(self, row: int, length: int) -> bool:
         return row < len(self.tables) and length <= len(self.tables[row]) * BLOCK
 
+    def prepare_join(self, other: Self, rows: int, length: int) -> None:
+        """Allocate nothing: the blocks are in the pool."""
+
     def join(self, other: Self, rows: int, length: int) -> None:
         """Move the table of row 0 of `other`; no key or value is copied."""
         with locked(self.pool.lock):

@@ -212,6 +212,9 @@ class ScoredCache(CountingCache):
     def select_rows(self, rows: Sequence[int]) -> None:
         self._rearrange(list(rows))
 
+    def prepare_join(self, other: Self, rows: int, length: int) -> None:
+        """Allocate nothing: `join` makes the parts of all rows again."""
+
     @torch.inference_mode()  # as in `KVCache.join`
     def join(self, other: Self, rows: int, length: int) -> None:
         parts = [*self._split()[:rows], *other._split()[:1]]

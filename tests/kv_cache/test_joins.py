@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -148,13 +148,13 @@ class Unknown(StaticCache):
         return None
 
 
-class Poor(StaticCache):
-    """Has no memory for a second row."""
+class Stops(StaticCache):
+    """Does not end to write a second row."""
 
-    def _allocate(self, shape: Any, *of: Any) -> Tensor:
-        if shape[0] > 1 and self.layer:
-            raise MemoryError
-        return super()._allocate(shape, *of)
+    def join(self, other: Self, rows: int, length: int) -> None:
+        if self.layer and rows:
+            raise KeyboardInterrupt
+        super().join(other, rows, length)
 
 
 def with_text(cache: Cache, tokens: int = 5, *, dtype: torch.dtype = torch.float32) -> Cache:
@@ -198,10 +198,36 @@ def test_a_text_that_cannot_join_is_refused_and_both_caches_stay_as_they_were() 
         with_fewer.join(with_text(with_fewer.sibling()), 1, 5)
 
 
-def test_after_a_join_that_failed_in_a_later_layer_no_call_continues_either_text() -> None:
-    cache = with_text(of(Poor))
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("kv_cache", ["static", "concat", "int8", "window:8+1", "fp8"])
+def test_a_join_that_finds_no_memory_in_a_layer_changes_neither_text(
+    kv_cache: str, layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = with_text(made(kv_cache))
+    twin, text, allocate = cache.copy(), with_text(cache.sibling(), 7), KVCache._allocate
+
+    def poor(self: KVCache, *of: Any) -> Tensor:
+        if self.layer == layer:
+            raise MemoryError
+        return allocate(self, *of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "_allocate", poor)
+        with pytest.raises(MemoryError):
+            cache.join(text, 1, 7)
+    new = torch.randn(2, 1, 1, 2, 32)
+    fed(cache, [5], new)
+    fed(twin, [5], new)
+    fed(text, [7], torch.randn(2, 1, 1, 2, 32))
+    for own, other in zip(cache.layers, twin.layers, strict=True):
+        assert same_tensors(own.state(1, 6), other.state(1, 6))
+    cache.join(text, 1, 8)
+
+
+def test_after_a_join_that_did_not_end_no_call_continues_either_text() -> None:
+    cache = with_text(of(Stops))
     text = with_text(cache.sibling())
-    with pytest.raises(MemoryError):
+    with pytest.raises(KeyboardInterrupt):
         cache.join(text, 1, 5)
     for one in (cache, text):
         with pytest.raises(ValueError, match="did not end"):
