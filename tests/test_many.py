@@ -2,11 +2,13 @@
 
 import logging
 import random
+import runpy
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from refusals import unrefused
 from tables import cases
 from tiny import tiny_model
 
-from llama.kv_cache import Cache, KVCache
+from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.stepper import CallKind
@@ -143,6 +145,22 @@ def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: st
     expected = alone(model, given)
     for rows, piece, cache_bytes in ((5, 16, None), (16, 256, 300_000)):
         assert together(Texts(model, rows=rows, piece=piece, cache_bytes=cache_bytes), given) == expected
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "soak_texts.py"))
+    _, model = twins("fp32", ARGS)
+    soaked, broken = script["Soak"](), script["Soak"]()
+    script["soak"](model, soaked, tokens=600, rows=4, seed=1, cache_bytes=None)
+    assert soaked.tokens >= 600
+    assert soaked.texts > soaked.cancelled > 0
+    assert soaked.differing == []
+    join = StaticCache.join
+    monkeypatch.setattr(StaticCache, "join", lambda self, other, rows, length: join(self, other, rows, length - 1))
+    script["soak"](model, broken, tokens=100, rows=4, seed=1, cache_bytes=None)
+    assert broken.differing
 
 
 @pytest.mark.parametrize("kv_cache", cases((*NATIVE, "concat"), "paged"))
