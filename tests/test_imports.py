@@ -130,6 +130,7 @@ MAY_IMPORT = {
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/compare.py": ("bench cli host untrusted", ""),
     "llama/cli/lines.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),
+    "llama/cli/questions.py": ("batch many serve.requests untrusted", ""),
     "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words speculation", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),

@@ -3,26 +3,20 @@
 Reads two forms: {"prompt": ...}, and the lines of OpenAI's batches. Does not know files or models.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llama.batch import NonFiniteLogits
 from llama.many import Written
+from llama.serve.requests import IGNORED, NEUTRAL, one_of
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable, some_of
 
 OURS = "max_gen_len stop temperature top_p top_k min_p repetition_penalty seed logprobs"
 SETTINGS = {name: name for name in OURS.split()} | dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_gen_len")
-IGNORED = {"ids", "model", "user", "metadata", "store"}  # no settings of a text
-# Fields of OpenAI's with the only values that they may have here, as JSON.
-NEUTRAL = {
-    **dict.fromkeys(("n", "best_of"), "1"),
-    **dict.fromkeys(("stream", "echo"), "false"),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "0 0.0"),
-    **{"top_logprobs": "0", "suffix": '""', "logit_bias": "{}"},
-}
+RULES = {"n": one_of(1), "stream": one_of(False), **NEUTRAL}  # of OpenAI's fields that are not built here
+NO_SETTINGS = {"ids", "model", "store", *IGNORED}
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 LONGEST = 16_000_000  # bytes of a line; the longest context, of 128 Ki tokens, has far fewer
 
@@ -65,11 +59,12 @@ class Question:
         if name not in given:
             raise ValueError(f"it has no {name}")
         prompt = given.pop(name)
-        for known in [name for name in NEUTRAL if name in given]:  # in one order: the first error is the answer
-            if json.dumps(given.pop(known)) not in NEUTRAL[known].split():
-                raise ValueError(f"{known}={self.fields[known]!r:.80} is not supported; leave it out")
-        _refuse(given.keys() - SETTINGS.keys() - IGNORED)
-        own = {SETTINGS[name]: value for name, value in given.items() if name in SETTINGS}
+        given = {name: value for name, value in given.items() if name not in NO_SETTINGS}
+        for known in [name for name in RULES if name in given]:  # in one order: the first error is the answer
+            if not RULES[known].is_right(given.pop(known)):
+                raise ValueError(f"{known}={self.fields[known]!r:.80} must be {RULES[known].words}; leave it out")
+        _refuse(given.keys() - SETTINGS.keys())
+        own = {SETTINGS[name]: value for name, value in given.items()}
         if self.url and own.pop("logprobs", False) is not False:
             raise ValueError('logprobs are not supported in batch lines; {"prompt": ..., "logprobs": true} has them')
         own |= {"prompt": encode_dialog(prompt) if name == "messages" else prompt}

@@ -70,7 +70,7 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or _are(int)(value)
 
 
-def _one_of(*values: Any) -> _Rule:
+def one_of(*values: Any) -> _Rule:
     """Return the rule of a field that is not built: values that ask for nothing."""
 
     def is_right(value: Any) -> bool:
@@ -86,6 +86,14 @@ def _sampling(name: str) -> _Rule:
     return _Rule(is_right, "from 0.01 to 100")
 
 
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # no settings of a text
+NEUTRAL: Mapping[str, _Rule] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), one_of(0)),
+    **dict.fromkeys(("echo", "store"), one_of(False)),
+    **{"logit_bias": one_of({}), "tools": one_of([]), "tool_choice": one_of("none", "auto")},
+    **{"parallel_tool_calls": one_of(True, False), "best_of": one_of(1), "suffix": one_of("")},
+    **{"response_format": one_of({"type": "text"}), "modalities": one_of(["text"]), "service_tier": one_of("auto")},
+}
 _FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
 _COUNT = _Rule(lambda value: type(value) is int and value > 0, "a whole number of at least 1")
 _SAMPLING = {field.name: _sampling(field.name) for field in fields(Sampling)}
@@ -103,22 +111,15 @@ _SHARED: Mapping[str, _Rule] = {
         ),
         "an object with include_usage, true or false",
     ),
-    "model": _Rule(lambda value: True),
-    **dict.fromkeys(
-        ("user", "metadata", "safety_identifier", "prompt_cache_key"), _Rule(lambda value: True)
-    ),  # ignored
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), _one_of(0)),
-    **dict.fromkeys(("echo", "store"), _one_of(False)),
-    **{"logit_bias": _one_of({}), "tools": _one_of([]), "tool_choice": _one_of("none", "auto")},
-    **{"parallel_tool_calls": _one_of(True, False), "best_of": _one_of(1), "suffix": _one_of("")},
-    **{"response_format": _one_of({"type": "text"}), "modalities": _one_of(["text"]), "service_tier": _one_of("auto")},
+    **dict.fromkeys(("model", *IGNORED), _Rule(lambda value: True)),
+    **NEUTRAL,
 }
 _OF_COMPLETIONS: Mapping[str, _Rule] = {
     "prompt": _Rule(
         lambda value: _is_prompt(value) or (isinstance(value, list) and value and all(map(_is_prompt, value))),
         "a text, a list of token ids, or a list of texts or of such lists",
     ),
-    "logprobs": _one_of(0),
+    "logprobs": one_of(0),
 }
 _OF_CHATS: Mapping[str, _Rule] = {
     "messages": _Rule(_are(dict), "a list of at least one object with role and content"),

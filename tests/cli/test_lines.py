@@ -164,7 +164,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": [1], "temperatur": 1}, "unknown field temperatur; known are max_gen_len, "),
     ({"prompt": [1], "temperature": 10**400}, "temperature=1000*.* must be"),
     ({"prompt": [1], "stop": ""}, "stop='' must be"),
-    ({"prompt": [1], "echo": True, "n": 2}, "n=2 is not supported"),
+    ({"prompt": [1], "echo": True, "n": 2}, "n=2 must be 1: other values are not supported; leave it out"),
     ({"messages": []}, "a dialog"),
     ({**BATCH, "url": "/v1/embeddings"}, "a batch line has the method POST"),
     ({**BATCH, "url": []}, "a batch line has"),
