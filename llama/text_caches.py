@@ -84,6 +84,8 @@ class TextCaches:
 
     def begin_batch(self, running: Sequence[Request]) -> None:
         """Forget the size of a batch that has ended; these texts are left, or none."""
+        if self._by_row and not running and not self._kept:
+            self.root.free()  # a pool of blocks has its largest size as long as a cache is in it
         self._most = len(running), max(map(self.alone, running), default=0)
 
     def admit(self, running: Sequence[Request], request: Request) -> bool:

@@ -67,6 +67,7 @@ def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[t
                 made[event.number][1].append(event.token.logprob)
         predicted = max(predicted, texts.predicted_bytes)
         assert texts.nbytes <= (texts._caches.most_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
+    assert texts._caches.root.empty or texts._caches.kept_bytes
     assert texts._rows == 1 or not texts._caches.lossless or max(reused) >= LEAST, "no beginning was shared"
     return list(made.values())
 
