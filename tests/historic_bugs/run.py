@@ -24,11 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from compileall import compile_dir
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,8 +39,11 @@ ROOT = FOLDER.parents[1]
 COPIED = ("llama", "tests", "inference.py", "benchmark_inference.py", "pyproject.toml")  # what the tests need
 AT_ONCE = 2
 LIMIT_S = 300  # of one process; the tests of all bugs together take about 15 s, that of one bug about 2
-# What most of the tests import, and take longest to.
-LIBRARIES = ("torch", "hypothesis", "tiktoken", "safetensors.torch", "gguf", "transformers.models.llama.modeling_llama")
+# What the package and most of the tests import of others, and take longest to: each process has it already.
+LIBRARIES = (
+    *("torch", "hypothesis", "tiktoken", "safetensors.torch", "gguf", "transformers.models.llama.modeling_llama"),
+    *("matplotlib.figure", "starlette.applications", "uvicorn", "prometheus_client"),
+)
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ def judge(root: Path, bugs: Sequence[Bug], libraries: Sequence[str]) -> Iterator
     with scratch as folder, _servers(libraries) as run, ThreadPoolExecutor(AT_ONCE) as pool:
         tree = Path(folder, "as-it-is")  # all copies are made from it, even if files are edited meanwhile
         _copy(root, tree)
+        # By the hashes of the sources, so that a patched file, which may be as old and as long, is compiled again.
+        compile_dir(tree / "llama", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         try:
             plain = pool.submit(run, tree, None, sorted({bug.test for bug in bugs}))
             runs = [pool.submit(run, tree, bug.path, [bug.test]) for bug in bugs]
