@@ -506,14 +506,14 @@ void check_decoded(const Matrix& matrix, Int rows, const std::string& name) {
 
 void tile_products() {
     Dice dice{15};
+    bool zeros = false;  // in turn, so that all pairs of bits, zeros and sizes are tried
     for (const Int bits : {4, 5, 6, 8})
-        for (const bool zeros : {false, true})
-            for (const auto& [columns, length] : {std::pair<Int, Int>{16, 32}, {48, 96}, {80, 160}, {35, 288}, {80, 256}}) {
-                const PackedMatrix packed(dice, columns, length, bits, zeros, length == 256);
-                const std::string name = "tiles, " + std::to_string(bits) + (zeros ? " bits, zeros, " : " bits, ") +
-                                         std::to_string(columns) + " x " + std::to_string(length);
-                check_planes(packed.matrix, 70, name), check_decoded(packed.matrix, 70, name);
-            }
+        for (const auto& [columns, length] : {std::pair<Int, Int>{16, 32}, {48, 96}, {80, 160}, {35, 288}, {80, 256}}) {
+            const PackedMatrix packed(dice, columns, length, bits, zeros = !zeros, length == 256);
+            const std::string name = "tiles, " + std::to_string(bits) + (zeros ? " bits, zeros, " : " bits, ") +
+                                     std::to_string(columns) + " x " + std::to_string(length);
+            check_planes(packed.matrix, 70, name), check_decoded(packed.matrix, 70, name);
+        }
     // In parts: of rows that stay in the cache, and of rows that do not.
     for (const auto& [columns, length] : {std::pair<Int, Int>{48, 2208}, {35, 11008}}) {
         const PackedMatrix packed(dice, columns, length, 4, true, false);
