@@ -161,7 +161,7 @@ def test_tiles_multiply_the_prompts_of_every_format(mixture: str, activations: i
 def test_attention_by_tiles_gives_a_row_the_same_bits_in_any_batch_and_any_pieces(kind: str, kv_cache: str) -> None:
     """Pieces have at least 32 tokens. Shorter ones, steps and exact mode have other bits: those of vectors."""
     tokens, lengths = some_tokens(3, 140, vocab_size=VOCAB), [140, 31, 64]
-    with compiled_with("-DEMULATE_TILES"):
+    with compiled_with("-DEMULATE_TILES", "-O1"):
         plain, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
         rows = [fast(row[None, :length])[0] for row, length in zip(tokens, lengths, strict=True)]
         for threads in (1, 2):
