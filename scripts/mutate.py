@@ -1,19 +1,20 @@
 """Change the library in one random place at a time, and count how many of the changes its tests notice.
 
-    python scripts/mutate.py --count 40 --seed 1 core kv_cache
+    python scripts/mutate.py --count 40 --seed 1 --slow core kv_cache
     python scripts/mutate.py --count 40 --seed 1 llama/kv_cache/scored.py
 
 A mutant is a copy of the repository with one comparison, operator, constant, condition or call statement changed. The
-tests of its room run on it until one fails; for a file, those with its name come first. The share that fails ("killed")
-is a figure to compare between two versions of the tests: some mutants change no promised behaviour, so it stays below
-100 %. Prints a line for each mutant and a line for each room or file. Linux and macOS: copies are tried in forked
-processes, see tests/historic_bugs/child.py.
+tests of its room run on it until one fails, those with the name of its file first. --slow adds slow tests, after the
+others. The share that fails ("killed") is a figure to compare between two versions of the tests: some mutants change no
+promised behaviour, so it stays below 100 %. Prints a line for each mutant and a line for each room or file. Linux and
+macOS: copies are tried in forked processes, see tests/historic_bugs/child.py.
 """
 
 import argparse
 import ast
 import copy
 import difflib
+import math
 import random
 import shutil
 import subprocess
@@ -39,7 +40,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "core": (
         "llama/args.py llama/rope.py llama/ops.py llama/layers.py llama/rows.py llama/switches.py llama/model.py "
         "llama/batch.py llama/generation.py llama/streaming.py llama/session.py",
-        "tests/test_[abglmors]*.py tests/kv_cache tests/verify/test_certificate.py",
+        "tests/test_[abglmos]*.py tests/test_rope.py tests/kv_cache tests/verify/test_certificate.py",
     ),
     "kv_cache": (
         "llama/kv_cache",
@@ -48,16 +49,22 @@ ROOMS: dict[str, tuple[str, str]] = {
     ),
     "sampling": (
         "llama/sampling.py llama/request.py",
-        "tests/test_sampling.py tests/test_generation.py tests/test_api.py",
+        "tests/test_sampling.py tests/test_generation.py tests/test_api.py tests/kv_cache/test_paged.py "
+        "tests/kv_cache/test_kinds.py",
     ),
     "checkpoint": (
         "llama/checkpoint llama/untrusted",
         "tests/checkpoint tests/untrusted",
     ),
+    "texts": (
+        "llama/texts.py llama/text_caches.py llama/many.py llama/speculation.py",
+        "tests/test_speculation.py tests/test_texts.py tests/test_many.py tests/test_texts_at_once.py",
+    ),
     "bench": ("llama/bench", "tests/bench"),
     "cli": ("llama/cli", "tests/cli"),
 }
-LIMIT_S = 600
+LIMIT_S = 3600  # of the tests on the repository as it is
+TIMES = 4  # a mutant whose tests take so many times as long as these is killed: it never ends
 
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -155,10 +162,7 @@ def tried(name: str) -> tuple[list[str], list[str]]:
     if room is None:
         raise ValueError(f"{name} is neither a room nor a file of one; the rooms are {', '.join(ROOMS)}")
     files, tests = map(files_of, ROOMS[room])
-    tests = [file for file in tests if Path(file).name.startswith("test_")]
-    if name == room:
-        return files, tests
-    return [name], sorted(tests, key=lambda file: not Path(file).stem.startswith(f"test_{Path(name).stem}"))
+    return files if name == room else [name], [file for file in tests if Path(file).name.startswith("test_")]
 
 
 def drawn(name: str, count: int, seed: int) -> list[Mutant]:
@@ -167,7 +171,7 @@ def drawn(name: str, count: int, seed: int) -> list[Mutant]:
     return random.Random(f"{name} {seed}").sample(every, min(count, len(every)))
 
 
-def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Iterator[str]:
+def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int, *, slow: bool = False) -> Iterator[str]:
     """Yield for each mutant which test noticed it; "" for one that survived.
 
     Raises RuntimeError if a test fails on the repository as it is.
@@ -180,23 +184,27 @@ def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int) -> Ite
         for server in servers:
             free.put(server)
 
-        def judge(mutant: Mutant | None) -> str:
+        def judge(mutant: Mutant | None, limit: int) -> str:
             server = free.get()
-            patch = None
+            patch, in_order = None, tests
             if mutant is not None:
+                stem = f"test_{Path(mutant.file).stem}"
+                in_order = sorted(tests, key=lambda file: not Path(file).stem.startswith(stem))
                 patch = Path(tempfile.mkstemp(dir=folder, suffix=".patch")[1])
                 patch.write_text(_patch(mutant), encoding="utf-8")
             try:
-                found = bugs._try(server, tree, patch, tests, stop=True, limit=LIMIT_S)
+                found = bugs._try(server, tree, patch, in_order, limit=limit, stop=True, slow=slow)
             finally:
                 free.put(server)
             failed = [name for name, how in found.get("endings", {}).items() if how not in ("passed", "is skipped")]
             return str(found["trouble"] or next(iter(failed), ""))
 
         try:
-            if failed := judge(None):
+            begun = time.monotonic()
+            if failed := judge(None, LIMIT_S):
                 raise RuntimeError(f"without any change, {failed}")
-            yield from pool.map(judge, mutants)
+            limit = math.ceil(TIMES * (time.monotonic() - begun))
+            yield from pool.map(lambda mutant: judge(mutant, limit), mutants)
         finally:
             for server in servers:
                 server.close()
@@ -222,6 +230,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="ROOM|FILE", help=f"{', '.join(ROOMS)}, or a file; default: all")
     parser.add_argument("--count", type=int, default=40, help="mutants of each room or file")
     parser.add_argument("--seed", type=int, default=1, help="which mutants are drawn")
+    parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
     parser.add_argument("--processes", type=int, default=2, help="mutants that are tried at once")
     given = parser.parse_args()
     names = given.names or list(ROOMS)
@@ -231,7 +240,7 @@ def main() -> int:
         parser.error(str(error))
     for name, tests in tests_of.items():
         begun, killed, mutants = time.monotonic(), 0, drawn(name, given.count, given.seed)
-        for mutant, how in zip(mutants, verdicts(mutants, tests, given.processes), strict=True):
+        for mutant, how in zip(mutants, verdicts(mutants, tests, given.processes, slow=given.slow), strict=True):
             killed += bool(how)
             print(f"{mutant}: {f'killed: {how:.120}' if how else 'SURVIVED'}", flush=True)
         print(f"{name}: {killed} of {len(mutants)} killed in {time.monotonic() - begun:.0f} s", flush=True)

@@ -56,15 +56,27 @@ def begin(*, copy: str, printed: str, limit: int, **what: Any) -> None:
         os._exit(code)
 
 
-def main(report: str, scratch: str, tests: Sequence[str], *, stop: bool = False) -> None:
-    """Run the tests, named by file or by file::test, and write the report; with `stop`, end at the first failure."""
+def main(report: str, scratch: str, tests: Sequence[str], *, stop: bool = False, slow: bool = False) -> None:
+    """Run the tests, named by file or by file::test, and write the report.
+
+    `stop` ends at the first failure. `slow` adds the tests that are marked slow, after the others.
+    """
     record = Record(tests)
     trouble = import_all()
     if not trouble:
         files = [file for file in dict.fromkeys(test.partition("::")[0] for test in tests) if Path(file).is_file()]
         if files:  # without any, pytest would look for some
             pytest.main(
-                ["-q", *["-x"] * stop, "-p", "no:cacheprovider", "--rootdir=.", f"--basetemp={scratch}", *files],
+                [
+                    "-q",
+                    *["-x"] * stop,
+                    *["--slow"] * slow,
+                    "-p",
+                    "no:cacheprovider",
+                    "--rootdir=.",
+                    f"--basetemp={scratch}",
+                    *files,
+                ],
                 plugins=[record],
             )
         trouble = record.trouble
@@ -101,7 +113,8 @@ class Record:
         order = {test: place for place, test in enumerate(self.tests)}
         names = {item: (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]) for item in items}
         places = {item: [order[name] for name in names[item] if name in order] for item in items}
-        items[:] = sorted((item for item in items if places[item]), key=lambda item: places[item][0])
+        wanted = (item for item in items if places[item])
+        items[:] = sorted(wanted, key=lambda item: (item.get_closest_marker("slow") is not None, places[item][0]))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

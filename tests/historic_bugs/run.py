@@ -188,9 +188,9 @@ def _copy(root: Path, into: Path) -> None:
 
 
 def _try(
-    server: "Server", tree: Path, patch: Path | None, tests: list[str], *, stop: bool = False, limit: int = LIMIT_S
+    server: "Server", tree: Path, patch: Path | None, tests: list[str], *, limit: int = LIMIT_S, **how: bool
 ) -> dict[str, Any]:
-    """Return the results of the tests on a patched copy of the tree, see child.py; {"trouble": reason} on failure."""
+    """Return the results of the tests on a patched copy of the tree, or {"trouble": reason}; `how` goes to child.py."""
     with tempfile.TemporaryDirectory(prefix="historic-bug-") as folder:
         copy, report = Path(folder, "copy").resolve(), Path(folder, "report.json")
         shutil.copytree(tree, copy)
@@ -198,7 +198,7 @@ def _try(
             return {"trouble": f"the patch does not apply: {refusal}"}
         printed = Path(folder, "printed")
         names = {"copy": copy, "printed": printed, "report": report, "scratch": Path(folder, "tmp")}
-        job = {"limit": limit, "tests": tests, "stop": stop}
+        job = {"limit": limit, "tests": tests, **how}
         code = server.run(job | {name: str(path) for name, path in names.items()})
         if code == -signal.SIGALRM:
             return {"trouble": f"the test was not done after {limit} s"}
