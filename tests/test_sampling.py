@@ -222,7 +222,8 @@ def test_choose_ahead_equals_choose_or_reports_that_it_is_unsure(
         logits[row, torch.randperm(40, generator=torch.Generator().manual_seed(order))[possible:]] = -torch.inf
     seen = torch.rand(logits.shape, generator=generator) < 0.2
     draws = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    expected, _ = choose(logits, sampling.settings, seen.clone(), draws)
+    expected, _ = choose(logits, sampling.settings, after := seen.clone(), draws)
+    assert torch.equal(after, seen if penalty == 1 else seen.scatter(1, expected[:, None], True))
     settings = Settings(*(None if x is None else torch.tensor(x, dtype=torch.float64) for x in sampling.settings))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama.sampling, "_CANDIDATES", 8)
@@ -417,6 +418,7 @@ def test_draws_that_are_put_back_are_drawn_again_in_order() -> None:
     expected = [other.draw() for _ in range(5)]
     first = [row.draw() for _ in range(3)]
     row.put_back(first[1:])
+    row.put_back([row.draw()])  # before the other one
     assert [first[0], *(row.draw() for _ in range(4))] == expected
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import Bytes
 from tables import cases
 from tiny import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
@@ -373,7 +374,7 @@ def test_a_window_tells_a_score_mod_where_its_keys_stand_in_the_text(prompts: tu
 
 
 def test_limits_of_a_kind_count_what_it_stores() -> None:
-    args: dict[str, Any] = {"kv_cache": "window:10+2", "max_seq_len": 16}
+    args: dict[str, Any] = {"kv_cache": "window:10+2", "max_seq_len": 16, "max_batch_size": 2}
     model = tiny_model(**args)
     ids, _ = model.generate_tokens([[1, 2, 3]], 60, temperature=0.0)
     assert len(ids[0]) == 60
@@ -383,6 +384,8 @@ def test_limits_of_a_kind_count_what_it_stores() -> None:
     with pytest.raises(ValueError, match="max_seq_len=16"):
         model(some_tokens(1, 17))
     model.kv_caching = True
+    with pytest.raises(ValueError, match="3 rows are more than max_batch_size=2"):
+        model.stream(Bytes(), [[1]] * 3, 2)  # before it is read
     with pytest.raises(ValueError, match="log-probabilities depend on positions that this cache drops: it holds 12"):
         model.generate_tokens([list(range(13))], 2, echo=True, logprobs=True)
     assert model.generate_tokens([list(range(12))], 2, echo=True, logprobs=True)
