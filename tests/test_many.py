@@ -310,11 +310,24 @@ def test_pieces_and_times_of_a_text_and_the_tokens_that_were_not_fed() -> None:
     while not writer.texts.idle:
         pieces += [piece for written, piece in writer.step() if written is first]
     assert "".join(pieces) == first.completion["generation"]
-    assert (first.reused, second.reused, second.prompt_len) == (0, 50, 51)
+    assert (first.reused, second.reused, second.prompt_len, first.guesses) == (0, 50, 51, (0, 0))
     assert second.ended is not None
     assert second.began is not None
     assert second.added <= second.began <= second.ended
     assert len(second.completion["logprobs"]) == 3
+
+
+def test_a_cancelled_text_keeps_what_it_has_and_the_others_go_on() -> None:
+    model = Remembering()
+    writer = Writer(model, Ids(), rows=2)
+    first, second = (writer.add([id], 9, temperature=0) for id in (1, 2))
+    list(writer.step())
+    writer.cancel(first)
+    assert writer.texts.running == 1
+    while not writer.texts.idle:
+        assert [written for written, _ in writer.step()] == [second]
+    alone = model.generate_tokens([[1], [2]], 9, temperature=0)[0]
+    assert (first.completion["ids"], second.completion["ids"]) == (alone[0][:1], alone[1])
 
 
 def test_a_text_whose_logits_are_not_numbers_fails_alone() -> None:
@@ -353,6 +366,8 @@ def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> 
                     lambda: drain(many([[1] * 9], 4, cache_bytes=10)),
                     "prompt 0: .* needs 13 bytes of cache, and there are 10",
                 ),
+                (lambda: Texts(Remembering(), rows=0), "rows=0 and piece=256 must be whole numbers of at least 1"),
+                (lambda: Texts(Remembering(), piece=0), "piece=0 must be"),
                 (lambda: uncached.generate_many(Ids(), [[1]]), "KV cache, which is off; set model.kv_caching = True"),
             ]
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ from llama.fast.graph_runner import GraphRunner
 from llama.model import Transformer
 from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
-from llama.speculation import MOST, Lookup, Proposer, Width, accepted
+from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
 from llama.texts import Texts
 from llama.verify.guesses import Compared, compare_guesses
 
@@ -124,6 +124,43 @@ def test_a_guess_is_accepted_up_to_its_first_wrong_token(chosen: list[int], righ
     assert accepted([1, 2, 3], chosen) == right
 
 
+class Fixed:
+    """Proposes the same tokens again and again."""
+
+    def __init__(self, guess: Sequence[int]) -> None:
+        self.guess = guess
+
+    def propose(self, ids: Sequence[int], count: int) -> Sequence[int]:
+        return self.guess
+
+
+@pytest.mark.parametrize(
+    ("came", "least", "most"), [([7, 8, 9], 0.99, 1.0), ([1, 8, 9], 0.0, 0.01), ([7, 1, 9], 0.4, 0.6)]
+)
+def test_the_chance_of_a_row_is_its_share_of_right_tokens_up_to_the_first_wrong_one(
+    came: list[int], least: float, most: float
+) -> None:
+    guesser, ids = Guesser(lambda: Fixed([7, 8, 9]), VOCAB), [5]  # type: ignore[arg-type,return-value]
+    for _ in range(40):
+        assert guesser.guess(ids, 3) == [7, 8, 9]
+        ids = [*ids, *came]
+    assert least <= guesser.chance <= most
+
+
+def test_a_guess_is_cut_at_the_limit_and_before_an_unknown_id_and_is_empty_if_the_proposer_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def guessed(proposed: Any, count: int) -> list[int]:
+        return Guesser(lambda: Fixed(proposed), VOCAB).guess([1, 2], count)  # type: ignore[arg-type,return-value]
+
+    assert [guessed([0, 3, 4], count) for count in (0, 1, 2, 9)] == [[], [0], [0, 3], [0, 3, 4]]
+    assert guessed([5, VOCAB - 1, VOCAB, 5], 9) == [5, VOCAB - 1]
+    assert guessed([5, -1, 5], 9) == [5]
+    assert len(guessed([5] * 40, 40)) == MOST
+    assert guessed(None, 9) == []
+    assert "a proposer of guesses failed: TypeError" in caplog.text
+
+
 def fed_by(seconds: Callable[[int], float], *, chance: float, rows: int = 1, calls: int = 400) -> list[int]:
     """Return the tokens of each call when a call of n tokens takes `seconds(n)`."""
     width, fed = Width(), []
@@ -141,6 +178,19 @@ def test_only_guesses_that_make_more_tokens_a_second_are_fed() -> None:
     assert fed_by(lambda n: 1.0 if n <= 8 else 9.0, chance=0.95)[-10:] == [8] * 10
     assert fed_by(lambda n: 1 + n / 16, chance=0.01).count(1) > 380
     assert fed_by(lambda n: float(n), chance=0.9, rows=8).count(8) > 340
+
+
+def test_only_the_rows_whose_guesses_are_likely_right_are_fed_one() -> None:
+    width = Width()
+    for tokens in range(2, 33):
+        width.took(tokens, 1 + tokens / 16)
+    assert [len(guess) for guess in width.cut([[0] * MOST] * 2, [0.01, 0.95])] == [0, MOST]
+
+
+def test_a_call_that_other_work_made_slow_counts_little() -> None:
+    calls = count()
+    fed = fed_by(lambda n: 3.0 if next(calls) % 40 == 39 else 1.0, chance=0.9)
+    assert fed[40:].count(16) > 350
 
 
 def test_times_that_were_measured_under_load_are_measured_again() -> None:

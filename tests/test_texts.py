@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from fakes import Memory, Remembering
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ class TextsComeAndGo(RuleBasedStateMachine):
         repeats=st.booleans(),
     )
     def begin(self, rows: int, piece: int, cache_bytes: int | None, *, repeats: bool) -> None:
-        self.model, self.limit = Remembering(repeats=repeats), cache_bytes
+        self.model, self.rows, self.limit = Remembering(repeats=repeats), rows, cache_bytes
         Memory.most = 0
         Memory.all.clear()
         self.texts = Texts(self.model, rows=rows, piece=piece, cache_bytes=cache_bytes)
@@ -87,6 +88,10 @@ class TextsComeAndGo(RuleBasedStateMachine):
     @rule()
     def spoil(self) -> None:
         self.model.nan = not self.texts.idle
+
+    @invariant()
+    def no_more_texts_run_than_rows(self) -> None:
+        assert not hasattr(self, "texts") or self.texts.running <= self.rows
 
     @invariant()
     def memory_is_within_the_limit(self) -> None:
@@ -130,3 +135,55 @@ class TextsComeAndGo(RuleBasedStateMachine):
 
 TextsComeAndGo.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 test_texts_that_come_and_go_are_what_they_are_alone = TextsComeAndGo.TestCase
+
+
+# ---- what a text leaves behind ---------------------------------------------------------------------------------------
+
+
+def reused(texts: Texts, prompt: list[int], max_gen_len: int = 1) -> int:
+    """Run a text to its end, and return how many tokens of its prompt were not fed."""
+    number, found = texts.add(prompt, max_gen_len), -1
+    while not texts.idle:
+        found = next((event.reused for event in texts.step() if event.number == number), found)
+    return found
+
+
+def test_ended_texts_stay_for_others_and_the_least_recently_used_leaves_first() -> None:
+    """A prompt of 40 tokens takes 41 bytes while it runs, and 40 afterwards: four may stay, or three beside one."""
+    texts = Texts(Remembering(), rows=1, cache_bytes=161)
+    one, two, three = ([id] * 40 for id in (1, 2, 3))
+    assert [reused(texts, prompt) for prompt in (one, two, [*one[:36], 4, 4, 4, 4], three)] == [0, 0, 36, 0]
+    assert texts.predicted_bytes == 160
+    assert reused(texts, one) == 39, "a beginning that was used later than another text leaves before it"
+    assert texts.predicted_bytes == 120, "a text takes the place of those that it continues"
+    assert reused(texts, two) == 0
+
+
+def test_a_text_may_take_all_bytes_and_no_more() -> None:
+    texts = Texts(Remembering(), cache_bytes=45)
+    assert reused(texts, [1] * 40, 5) == 0
+    assert texts.predicted_bytes == 44  # the newest token is not fed
+    with pytest.raises(ValueError, match="needs 46 bytes of cache, and there are 45"):
+        texts.add([1] * 40, 6)
+
+
+def test_a_cancelled_text_frees_its_row_at_once_and_what_it_has_cached_stays() -> None:
+    for cache_bytes, stays in ((None, 0), (200, 42)):
+        Memory.all.clear()
+        texts = Texts(Remembering(), rows=1, cache_bytes=cache_bytes)
+        number = texts.add([1] * 40, 9)
+        for _ in range(3):
+            texts.step()
+        texts.cancel(number)
+        assert sum(len(row) for cache in Memory.all for row in cache.rows) == stays
+        assert reused(texts, [*[1] * 40, 5]) == (40 if stays else 0)
+
+
+def test_a_step_feeds_about_one_piece_of_prompts() -> None:
+    texts, left = Texts(Remembering(), rows=8, piece=16), []
+    for prompt in (20, 20, 16, 5):
+        texts.add([1] * prompt, 9)
+    while texts.waiting:
+        texts.step()
+        left.append(texts.waiting)
+    assert left == [3, 2, 1, 0]
