@@ -132,6 +132,7 @@ def test_bad_scaling_is_refused_by_name() -> None:
         (lambda: LinearScaling(0), "factor=0 must be a finite number above 0"),
         (lambda: LinearScaling(2.0, NAN), "attention_factor=nan"),
         (lambda: YarnScaling(4.0, 0), "original_max_seq_len=0"),
+        (lambda: YarnScaling(4.0, 32, attention_factor=0.0), "attention_factor=0.0"),
         (lambda: YarnScaling(4.0, 32, beta_fast=1.0), "beta_fast=1.0 must be above beta_slow=1.0"),
         (lambda: YarnScaling(4.0, 32, truncate="no"), "truncate='no' must be True or False"),
         (lambda: tiny(rope_scaling=YarnScaling(4.0, 32), rope_theta=1.0), "must be above 1 for YaRN"),

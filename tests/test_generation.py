@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy
@@ -21,8 +22,11 @@ from tiny import tiny_model
 
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache
+from llama.many import Writer
 from llama.model import Transformer
 from llama.request import Step
+from llama.session import Session
+from llama.texts import Texts
 
 few = settings(max_examples=15, derandomize=True, deadline=None)
 VOCAB, MAX_SEQ_LEN = 97, 64
@@ -411,6 +415,12 @@ def test_a_stop_id_has_neither_place_nor_logprob() -> None:
     assert ids == [[10, 11], []]
     sure = torch.zeros(512).index_fill(0, torch.tensor([10]), 10.0).log_softmax(-1)[10].item()
     assert logprobs == [[sure, sure], []]
+
+
+def test_every_form_of_generation_makes_at_most_64_tokens_by_default() -> None:
+    forms = (Transformer.generate_tokens, Transformer.generate, Transformer.stream, Transformer.generate_many)
+    for form in (*forms, Session.generate, Session.stream, Texts.add, Writer.add):
+        assert signature(form).parameters["max_gen_len"].default == 64, form
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

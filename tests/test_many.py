@@ -366,6 +366,7 @@ def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> 
                     lambda: drain(many([[1] * 9], 4, cache_bytes=10)),
                     "prompt 0: .* needs 13 bytes of cache, and there are 10",
                 ),
+                (lambda: Texts(Remembering()).add([1], 2, seed=2**64), f"seed={2**64} must be a whole number"),
                 (lambda: Texts(Remembering(), rows=0), "rows=0 and piece=256 must be whole numbers of at least 1"),
                 (lambda: Texts(Remembering(), piece=0), "piece=0 must be"),
                 (lambda: uncached.generate_many(Ids(), [[1]]), "KV cache, which is off; set model.kv_caching = True"),
