@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Ids
+from fakes import Ids, Remembering
 from generations import Asked, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -275,6 +275,16 @@ def test_a_guess_takes_the_place_of_steps_and_ends_before_the_text_does() -> Non
             assert ids[0] == texts[row][begin], "a step begins with the newest token"
             assert begin < end <= min(begin + 1 + MOST, len(texts[row]) - 1), "the last token is never fed"
             used[row] = begin + 1
+
+
+@pytest.mark.usefixtures("always")
+def test_the_time_of_a_call_is_recorded_with_the_tokens_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    took, steps = list[int](), list[Step]()
+    monkeypatch.setattr(Width, "took", lambda self, tokens, seconds: took.append(tokens))
+    how: Options = {"temperature": 0.0, "speculate": "lookup", "on_step": steps.append}
+    Remembering(max_seq_len=200, repeats=True).generate_tokens([[1, 2, 3] * 9, [1, 2, 3] * 8], 40, **how)
+    assert took == [sum(map(len, step.ids)) for step in steps[1:]]
+    assert max(took) > 2, "nothing was guessed"
 
 
 @needs_a_compiler
