@@ -143,8 +143,9 @@ test_texts_that_come_and_go_are_what_they_are_alone = TextsComeAndGo.TestCase
 def reused(texts: Texts, prompt: list[int], max_gen_len: int = 1) -> int:
     """Run a text to its end, and return how many tokens of its prompt were not fed."""
     number, found = texts.add(prompt, max_gen_len), -1
-    while not texts.idle:
+    for _ in range(max_gen_len + 1):
         found = next((event.reused for event in texts.step() if event.number == number), found)
+    assert texts.idle, "the text has not ended"
     return found
 
 
