@@ -290,6 +290,24 @@ def test_rows_may_begin_with_a_session_that_was_rewound(kv_cache: str) -> None:
         session.rewind(position)
 
 
+@pytest.mark.parametrize(("kv_cache", "all_again"), [("static", False), ("h2o:20", True)])
+def test_after_a_call_that_did_not_end_a_text_is_fed_again_only_if_its_cache_cannot_go_back(
+    kv_cache: str, all_again: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "llama")
+    model, session = made(kv_cache, text=TEXT)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers[-1].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        session.append(" more")
+    hook.remove()
+    assert session.append(" more") == (session.position if all_again else 5)
+    assert (f"a call did not end, and kv_cache={kv_cache} cannot go on" in caplog.text) == all_again
+
+
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
