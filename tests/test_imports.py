@@ -95,7 +95,7 @@ MAY_IMPORT = {
     "llama/fast/graph_kernels.py": ("ops fast", "torch triton"),
     "llama/fast/native_build.py": ("", ""),
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
-    "llama/quality/": ("host.progress kv_cache model", "torch"),
+    "llama/quality/": ("host.progress kv_cache model quality session streaming untrusted", "torch"),
     "llama/verify/verdict.py": ("host verify", ""),
     "llama/verify/guesses.py": ("batch generation model request speculation", "torch"),
     "llama/verify/": ("batch many model request session sessions streaming texts verify", "torch"),

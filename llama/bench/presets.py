@@ -10,13 +10,13 @@ from typing import Any
 
 from llama.args import ModelArgs
 from llama.bench.cell import Cell, read_engine
-from llama.bench.run.cache_kind import OWN_TEXT, QUESTION, SECRET, STEPS, text_ids
+from llama.bench.run.cache_kind import OWN_TEXT, STEPS, text_ids
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.engines import Source
 from llama.bench.run.memory_ledger import check_length
 from llama.bench.run.models import check_cell, engine_class, find_model, has_rounded_weights
-from llama.bench.run.needle import DEPTHS, LENGTHS, SEEDS
 from llama.bench.run.step_times import ENOUGH, context_lengths
+from llama.bench.run.tasks import plan_tasks
 from llama.bench.schema import Report, measured_rows, new_report
 from llama.bench.texts import read_dialog
 from llama.costs import RELEASED, forwards
@@ -34,13 +34,15 @@ FULL = "static"  # the kind of cache that the others are compared with
 KIND_CONTEXTS = (1024, 8192)
 WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
 LENGTH = 2048  # tokens of the text at whose end a kind is judged
-# From the most to the least: scored tokens at the end of the text, greedy tokens, needle lengths, seeds of each.
+NEEDLE_LENGTHS = (256, 512, 1024)
+NEEDLE_STEPS = 8  # the most tokens of a needle's answer
+# From the most to the least: scored tokens at the end of the text, greedy tokens, lengths and number of the needles.
 AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
-    (1024, 256, len(LENGTHS), len(SEEDS)),
-    (1024, 256, len(LENGTHS), 1),
-    (512, 256, len(LENGTHS), 1),
-    (256, 128, 2, 1),
-    (128, 64, 1, 1),
+    (1024, 256, len(NEEDLE_LENGTHS), 20),
+    (1024, 256, len(NEEDLE_LENGTHS), 5),
+    (512, 256, len(NEEDLE_LENGTHS), 5),
+    (256, 128, 2, 5),
+    (128, 64, 1, 5),
     (32, 32, 0, 0),
     (32, 0, 0, 0),
 )
@@ -112,6 +114,8 @@ def plan_report(
     contexts: Sequence[int] = (),
     text: str | None = None,
     prompt_len: int | None = None,
+    tasks: Sequence[str] = (),
+    samples: int | None = None,
     command: str = "",
     budget: float | None,
 ) -> Report:
@@ -122,6 +126,7 @@ def plan_report(
     contexts: lengths at which `caches` times steps, by default KIND_CONTEXTS.
     text: the file on whose text `caches` judges kinds.
     prompt_len: tokens of that text that are fed in one pass before the scored ones, by default all but those of LENGTH.
+    tasks, samples: what `caches` judges kinds by beside that text, see `plan_tasks`.
     """
     if preset in ("caches", "chat") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
@@ -134,6 +139,7 @@ def plan_report(
     elif preset == "caches":
         cells, plan = kind_cells(base, kinds, contexts, source.args)
         plan |= text_plan(source, text or OWN_TEXT, prompt_len)
+        plan["tasks"] = plan_tasks(source, tasks, plan["contexts"], samples, base.seed)
     else:
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
     for cell in cells:
@@ -308,7 +314,7 @@ def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibrat
 
 
 def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
-    """Yield the quality of every kind, which has bytes and times too, then bytes and times by context.
+    """Yield the quality of every kind, which has bytes and times too, then bytes and times by context, then tasks.
 
     The full cache and the first kind are a pair. All kinds have the same text, which is chosen once: as much as lets
     all of them and the shortest context fit, and if nothing does the fewest tokens that judge.
@@ -338,22 +344,31 @@ def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -
     yield from grouped(
         [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
     )
+    yield from (task_group(task, kinds, known) for task in plan["tasks"])
+
+
+def task_group(task: dict[str, Any], kinds: Sequence[tuple[int, Cell]], known: Calibration) -> Group:
+    """Return the jobs that answer the samples of a task, with the question seen and not, one for each kind."""
+    name = task["task"] if task["context"] is None else f"{task['task']} at {task['context']:,} tokens"
+    each, options = known.of_tokens(2 * task["tokens"]) + 2 * task["steps"] * known.step_seconds, {"plan": task}
+    jobs = [Job(f"{cell.kv_cache}: {name}", "cache_task", cell, n, each, options, of_cell=False) for n, cell in kinds]
+    return Group(tuple(jobs))
 
 
 def choose_text(plan: dict[str, Any], amount: tuple[int, int, int, int], max_seq_len: int) -> None:
     """Write one of AMOUNTS into the plan of `caches`, as far as the text and the model's limit allow it."""
-    (tokens, greedy, lengths, seeds), prompt, longest = amount, plan["prompt_len"], plan["longest"]
+    (tokens, greedy, lengths, needles), prompt, longest = amount, plan["prompt_len"], plan["longest"]
     plan["tokens"] = min(tokens, longest // 2 if prompt is None else longest - prompt)
     plan["length"] = longest if prompt is None else prompt + plan["tokens"]
     plan["greedy_tokens"] = min(greedy, plan["tokens"])
-    plan["needle_lengths"] = [length for length in LENGTHS[:lengths] if length + SECRET <= max_seq_len]
-    plan["needle_seeds"] = seeds
+    plan["needle_lengths"] = [length for length in NEEDLE_LENGTHS[:lengths] if length <= max_seq_len]
+    plan["needles"] = needles
 
 
 def quality_seconds(plan: dict[str, Any], known: Calibration) -> float:
     """Predict the seconds of the quality of a kind: the text is fed twice, and twice again around greedy tokens."""
-    needles, greedy = len(DEPTHS) * plan["needle_seeds"], plan["greedy_tokens"]
-    steps = plan["tokens"] + greedy + needles * len(plan["needle_lengths"]) * QUESTION
+    needles, greedy = 2 * plan["needles"], plan["greedy_tokens"]  # the question is seen, and is not
+    steps = plan["tokens"] + greedy + needles * len(plan["needle_lengths"]) * NEEDLE_STEPS
     whole = (4 if greedy else 2) * plan["length"] + needles * sum(plan["needle_lengths"])
     seconds: float = steps * known.step_seconds + known.of_tokens(whole)
     return seconds

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 from llama.bench.cell import Cell
 from llama.host.machine import Ceilings
 
-SCHEMA = "llama-kv/benchmark/3"
+SCHEMA = "llama-kv/benchmark/4"
 
 Status = Literal["ok", "violated", "noisy", "not observed"]
 
@@ -25,7 +25,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "comparison": (),  # the tokens with the cache, or with guesses, against those without
     "agreement": (),  # the most likely tokens of rounded weights against those of float32
     "quality": ("context",),  # a kind of cache against the full one at one length of a text
-    "needle": ("context",),  # secrets found in texts of one length
+    "task": ("task", "context"),  # the scores of a task's samples, at one length
     "turn": ("way", "turn"),  # a turn of a conversation
     "prompts": ("way",),  # prompts that begin alike
     "disk": (),  # a session saved and loaded

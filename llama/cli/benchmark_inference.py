@@ -43,6 +43,8 @@ def main(
     kv_cache: list[str] = [],  # noqa: B006  (read only)
     speculate: str | None = None,
     contexts: list[str] = [],  # noqa: B006  (read only)
+    task: list[str] = [],  # noqa: B006  (read only)
+    samples: int | None = None,
     logits: str = "last",
     exact: bool = False,
     fast: bool = False,
@@ -89,8 +91,10 @@ def main(
             --preset caches takes several, by default all.
         speculate: How tokens are guessed: lookup takes those that followed the same tokens before, lookup:N at most N.
             --preset table measures each of our cells with and without guesses.
-        contexts: Lengths at which --preset caches times a step and counts bytes, by default 1024 and 8192; give the
-            flag once for each, up to the model's limit.
+        contexts: Lengths at which --preset caches times a step, counts bytes and makes samples of tasks, such as
+            1024,4096; by default 1024 and 8192, up to the model's limit.
+        task: Tasks by which --preset caches judges kinds: ruler, ruler:NAME,NAME or a file FILE.jsonl.
+        samples: Samples of each task at each length; by default 10, and all of a file.
         logits: Which are computed: last, or all, those of every position at each step, as published code computes them.
         exact: Measure exact mode, in which no bit of the logits depends on the cache or the batch.
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU.
@@ -137,6 +141,7 @@ def dispatch(flags: SimpleNamespace) -> int:
         if flags.preset is not None:
             asked = {"engines": flags.engine, "kinds": flags.kv_cache, "budget": flags.budget}
             asked["contexts"] = [int(context) for context in flags.contexts]
+            asked |= {"tasks": flags.task, "samples": flags.samples}
             asked |= {"text": flags.text, "prompt_len": flags.prompt_len} if flags.preset == "caches" else {}
             report = plan_report(flags.preset, cell, command=as_started(), **asked)
         if flags.wait_until_quiet:
@@ -219,12 +224,17 @@ def check_flags(flags: SimpleNamespace) -> None:
         minutes = getattr(flags, name)
         if not (math.isfinite(minutes) and minutes >= 0):
             raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
+    flags.contexts = [context for words in flags.contexts for context in words.split(",")]
     if not all(context.isdecimal() for context in flags.contexts):
         raise ValueError(f"--contexts {' '.join(flags.contexts)} must be numbers of tokens, such as --contexts 8192")
     if preset != "caches" and flags.contexts:
         raise ValueError("--contexts: only --preset caches times steps at lengths of your choice")
     if preset != "caches" and flags.prompt_len is not None:
         raise ValueError("--prompt_len: only --preset caches scores the tokens behind a prompt")
+    if preset != "caches" and flags.task:
+        raise ValueError("--task: only --preset caches judges kinds by tasks")
+    if flags.samples is not None and not flags.task:
+        raise ValueError("--samples counts the samples of a task; name a task, such as --task ruler")
     if preset != "caches" and len(flags.kv_cache) > 1:
         raise ValueError("--kv_cache: a cell has one kind of cache; several need --preset caches")
     if preset is None:

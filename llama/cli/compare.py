@@ -10,7 +10,8 @@ from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.text import markdown
 from llama.bench.run.directory import RESULTS
 from llama.bench.schema import SCHEMA
-from llama.bench.two_reports import LEAST_SAMPLES, WORSE, comparison_table, differences, figures
+from llama.bench.statistics import LEAST_SAMPLES
+from llama.bench.two_reports import WORSE, comparison_table, differences, figures
 from llama.host import console
 from llama.host.files import check_writable, replace_file
 from llama.untrusted.files import read_regular

@@ -1,5 +1,6 @@
 """The preset of kinds of cache measures bytes, time and quality of each at one length, within its budget."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
 from llama.kv_cache import KVCache
 from llama.quality.perplexity import compare
+from llama.quality.samples import Sample
 from llama.streaming import encode_prompt
 
 KINDS = ["int8", "window:20+4", "paged", "h2o:100"]
@@ -50,19 +52,19 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Do the jobs in this process, on little text, beside no other work."""
     monkeypatch.setattr(presets, "KIND_CONTEXTS", (32, LENGTH, 512))
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
-    monkeypatch.setattr(presets, "LENGTHS", (120,))
+    monkeypatch.setattr(presets, "NEEDLE_LENGTHS", (120,))
+    monkeypatch.setattr(cache_kind, "samples_of", lambda *_: [Sample(TEXT[:119], " ?", ("no",), max_gen_len=3)])
     monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 10, 1, 1), (8, 4, 0, 0), (8, 0, 0, 0)))
     monkeypatch.setattr(presets, "FEWEST", 8)
-    for module in (presets, cache_kind):
-        monkeypatch.setattr(module, "DEPTHS", (0.5,))
     monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
-    monkeypatch.setattr(cache_kind, "finds", lambda *_, question_seen=False: question_seen)  # tested in test_needle
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 0.0)
     return jobs_here(monkeypatch, lambda kind, cell: f"{kind} {cell.kv_cache}")
 
 
-def measured(base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float = 60, resume: bool = False) -> Report:
-    run = run_of(plan_report("caches", base, engines=[], kinds=kinds, budget=minutes), out, resume=resume)
+def measured(
+    base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float = 60, resume: bool = False, **asked: Any
+) -> Report:
+    run = run_of(plan_report("caches", base, engines=[], kinds=kinds, budget=minutes, **asked), out, resume=resume)
     run.run()
     return run.report
 
@@ -105,13 +107,13 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
     assert report["plan"]["contexts"] == [32, LENGTH], "as far as the model's limit goes"
     assert report["failures"] == []
     for place in range(len(all_kinds)):
-        steps, row, (needle,) = rows_of(report, "step", place), quality(report, place), rows_of(report, "needle", place)
+        steps, row, (needle,) = rows_of(report, "step", place), quality(report, place), rows_of(report, "task", place)
         assert [(step["context"], len(step["step_seconds"])) for step in steps] == [(32, STEPS), (LENGTH, STEPS)]
         for one in (*steps, row, needle):
             assert one["cache_bytes"] == one["predicted_cache_bytes"]
         assert (row["context"], row["tokens"], row["greedy_tokens"]) == (LENGTH, SCORED, 10)
         assert len(row["step_seconds"]) == STEPS
-        assert (needle["context"], needle["tries"], needle["found"], needle["found_question_seen"]) == (120, 1, 0, 1)
+        assert (needle["task"], needle["context"], needle["answer_lens"]) == ("needle", 120, [3])
         assert cell_row(report, place)["path"] == row["path"] == "plain"
     static, int8, window, paged, _ = rows_of(report, "quality")
     for row in (static, paged):
@@ -126,7 +128,7 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
     assert [row["saves"] for row in facts] == [False, True, True, False, True]
     assert [row["quantized"] for row in facts] == [False, True, *[False] * 3], "the window stores keys as they come"
     assert [row["judged"] for row in rows_of(report, "quality")] == [True] * 4 + [False], "h2o has dropped nothing"
-    assert [row["judged"] for row in rows_of(report, "needle")] == [True] * 5
+    assert [row["judged"] for row in rows_of(report, "task")] == [True] * 5
     assert {row["status"] for row in rows_of(report, "check") if row["name"] in CHECKS} <= {"ok", "not observed"}
 
 
@@ -206,7 +208,7 @@ def test_a_kind_that_drops_keys_where_a_prompt_ends_is_given_a_real_prompt(
 @pytest.mark.slow
 def test_a_kind_of_ones_own_is_judged_in_a_process_of_its_own(own: Cell) -> None:
     plan = {"text": cache_kind.OWN_TEXT, "length": LENGTH, "tokens": SCORED, "greedy_tokens": 0}
-    rows = run_job("cache_quality", own, plan={**plan, "needle_lengths": [], "needle_seeds": 0})["rows"]
+    rows = run_job("cache_quality", own, plan={**plan, "needle_lengths": [], "needles": 0})["rows"]
     assert [row["judged"] for row in rows if row["figures"] == "quality"] == [True]
 
 
@@ -279,6 +281,17 @@ def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine
     assert now[0] <= 1.2 * 60 * minutes
 
 
+def test_tasks_are_measured_for_every_kind_after_all_else(base: Cell, here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    line = {"context": "the day and the night " * 5, "question": " ?", "answers": ["a"], "metric": "contains"}
+    file.write_text("".join(json.dumps({**line, "max_gen_len": n}) + "\n" for n in (2, 3)))
+    report = measured(base, tmp_path, kinds=["int8"], tasks=[str(file)])
+    assert here.done[-2:] == ["cache_task static", "cache_task int8"]
+    rows = [row for row in rows_of(report, "task") if row["task"] == str(file)]
+    assert [(row["cell"], row["context"], row["answer_lens"]) for row in rows] == [(0, None, [2, 3]), (1, None, [2, 3])]
+    assert f"| {file} | as in the file | int8 |" in report_markdown(report).replace("\\", "")
+
+
 def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, tmp_path: Path) -> None:
     def die(kind: str, cell: Cell) -> None:
         if (kind, cell.kv_cache) in (("cache_quality", "int8"), ("cache_costs", "paged")):
@@ -330,7 +343,7 @@ def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_dro
 @pytest.mark.usefixtures("here")
 def test_a_needle_is_not_judged_if_the_kind_has_dropped_nothing_of_its_text(base: Cell) -> None:
     for budget, dropped in ((100, True), (140, False)):
-        (needle,) = (row for row in judged(base.but(kv_cache=f"h2o:{budget}"), 1) if row["figures"] == "needle")
+        (needle,) = (row for row in judged(base.but(kv_cache=f"h2o:{budget}"), 1) if row["figures"] == "task")
         assert needle["judged"] == dropped, budget
 
 

@@ -304,7 +304,7 @@ def test_the_csv_reads_back_as_the_very_figures() -> None:
     assert len(csv_rows(report, "step")) == 3 * 2 * 6
     for other, known in (
         (sweep_report(), {"cell", "step", "comparison", "growth", "fit"}),
-        (caches_report(), {"cell", "step", "needle", "quality"}),
+        (caches_report(), {"cell", "step", "task", "quality"}),
     ):
         assert {row["figures"] for row in csv.DictReader(io.StringIO(report_csv(other)))} == known
 

@@ -178,20 +178,23 @@ def caches_report(
             seconds = noisy(0.05 + context * 1e-5 / share**0.5, 3, f"{kind} {context}")
             rows.append({"figures": "step", "cell": i, "batch_size": 1, "context": context, "kv_caching": True,
                          "step_seconds": seconds, **known})  # fmt: skip
-            needle: Any = {
-                **known,
-                "tries": 20,
-                "found": 20 - (kind == "int4"),
-                "found_question_seen": 20,
-                "judged": "window" not in kind,
-            }
             if context == 1024:
-                rows.append({"figures": "needle", "cell": i, "context": context, **needle})
+                task: Any = {"figures": "task", "cell": i, "task": "needle", "context": context, **known}
+                rows.append({**task, "judged": "window" not in kind, **_scores(kind)})
             if context == 2048:
                 rows.append({**rows[-1], "figures": "quality", **_quality(kind)})
     plan = {"text": "persuasion.txt", "contexts": [1024, 2048, 4096], "length": 2048, "tokens": 1024,
-            "greedy_tokens": 256, "needle_lengths": [1024], "needle_seeds": 4}  # fmt: skip
+            "greedy_tokens": 256, "needle_lengths": [1024], "needles": 20, "tasks": []}  # fmt: skip
     return report_of("caches", [Cell(kv_cache=kind) for kind in kinds], rows, plan=plan, **changed)
+
+
+def _scores(kind: str) -> Any:
+    lost = 12 * (kind == "int4")
+    scores = [0.0] * lost + [1.0] * (20 - lost)
+    return {
+        **{"scores": scores, "score": sum(scores) / 20, "answer_lens": [8] * 20},
+        **{"scores_question_seen": [1.0] * 20, "score_question_seen": 1.0, "answer_lens_question_seen": [8] * 20},
+    }
 
 
 def _quality(kind: str) -> Any:

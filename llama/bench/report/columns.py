@@ -11,6 +11,7 @@ from llama.bench.statistics import spread
 from llama.costs import MB
 
 NOT_MEASURED, NOT_OBSERVED, NOT_JUDGED = "not measured", "not observed", "not judged"
+NO_DIFFERENCE = "no difference shown"
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,20 @@ TABLE_COLUMNS = {
     ),
     "mean_kl": Column("mean KL, nats", "the divergence from the prediction of the model without a cache", form=".2g"),
     "perplexity": Column("perplexity", "of the text, fed token by token so that each reads the cache", form=".3f"),
-    "found": Column("found", "secrets found with the question fed token by token after the prompt"),
-    "found_question_seen": Column(
-        "found, question seen", "secrets found with the question in the prompt: a kind that compresses it sees it"
+    "task": Column("task"),
+    "score": Column("score, %", "the mean over the samples, with its 95 % interval; the question follows the prompt"),
+    "difference": Column(
+        "minus full, %", "the score minus that of the first kind, which stores everything, with a 95 % interval, "
+        "paired by sample",
     ),
+    "lost": Column("lost", "the samples that have a lower score than with the first kind"),
+    "answer_len": Column("answer, tokens", "the mean length of the answers", form=".1f"),
+    "score_question_seen": Column(
+        "score, question seen, %", "with the question in the prompt: a kind that compresses it sees the question"
+    ),
+    "difference_question_seen": Column("minus full, question seen, %"),
+    "lost_question_seen": Column("lost, question seen"),
+    "answer_len_question_seen": Column("answer, question seen, tokens", form=".1f"),
     "tokens_fed": Column("tokens fed", "as was seen going through the model"),
     "save_seconds": Column("saved, s", "a session's file is written", form=".3f"),
     "load_seconds": Column("loaded, s", "the file is read into a new session just after it was written", form=".3f"),

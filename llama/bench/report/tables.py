@@ -20,6 +20,7 @@ from llama.bench.report.columns import (
 )
 from llama.bench.report.derived import crossovers, fits, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
+from llama.bench.report.tasks import task_table
 from llama.bench.schema import Report, Row, cell_of, measured_rows, rows_of
 from llama.costs import MB, size
 
@@ -34,7 +35,6 @@ SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_byte
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 FIT_COLUMNS = ("kv_caching", "exponent", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
-FOUND = ("found", "found_question_seen")
 KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
 PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")
 DISK_COLUMNS = ("computed_by", "tokens", "file_bytes", "save_seconds", "load_seconds", "feed_seconds", "n")
@@ -196,16 +196,10 @@ def step_tables(report: Report) -> list[Table]:
 
 
 def cache_tables(report: Report) -> list[Table]:
-    """Return a row for each kind of cache at one length, one for each context, and the needles that were found."""
+    """Return a row for each kind of cache at one length, one for each context, and the scores of tasks."""
     if report["preset"] != "caches":
         return []
-    steps, needles = (
-        [{**row, "kind": cell_of(report, row).kv_cache} for row in rows_of(report, figures)]
-        for figures in ("step", "needle")
-    )
-    for row in needles:
-        for name in FOUND:
-            row[name] = f"{row[name]} of {row['tries']}" if row["judged"] else NOT_JUDGED
+    steps = [{**row, "kind": cell_of(report, row).kv_cache} for row in rows_of(report, "step")]
     known = {row["kind"]: _as_text(row) for row in kind_rows(report)}
     names = [cell["kv_cache"] for cell in report["cells"]]
     kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
@@ -222,7 +216,7 @@ def cache_tables(report: Report) -> list[Table]:
     return [
         view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
         view("Bytes and time by context", columns, steps, notes),
-        view("Secrets found in a long text", ("kind", "context", "cache_bytes", *FOUND), needles),
+        task_table(report),
     ]
 
 

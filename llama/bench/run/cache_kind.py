@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from llama.bench.run.engines import Source, forwards_by_runner, path_of
 from llama.bench.run.kind_validity import judge_kind
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
-from llama.bench.run.needle import DEPTHS, Haystack, finds
-from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache
+from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache, saves, size_of
+from llama.bench.run.tasks import samples_of, task_row
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
-from llama.costs import kv_bytes
 from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
@@ -33,8 +31,6 @@ from llama.streaming import encode_prompt
 from llama.untrusted.files import TEXT_LIMIT, read_text
 
 STEPS = 8  # timed at each context, behind one that warms up
-LONG = 2**20  # positions of a text at which every kind that saves bytes does so
-QUESTION, SECRET = 30, 8  # tokens behind the text of a needle, about, and of the secret, at most
 OWN_TEXT = f"llama/bench/texts/{CORPUS.name}"  # the text of a plan that names no other file
 
 
@@ -80,7 +76,7 @@ def predicted_kind(cell: Cell, plan: dict[str, Any]) -> list[Row]:
 def _facts(model: Transformer, cache: Cache, path: str, others: OtherLoad) -> Row:
     """Return the row of the cell: what a kind is, what computed it, and the load of other work meanwhile."""
     own: Row = {"figures": "cell", "error": None, "notes": [], "path": path, "other_load_cores": [others.stop()]}
-    own |= {"lossless": all(layer.lossless for layer in cache.layers), "saves": _saves(model, cache)}
+    own |= {"lossless": all(layer.lossless for layer in cache.layers), "saves": saves(model, cache)}
     return {**own, "quantized": is_quantized(cache, model.dtype.itemsize)}
 
 
@@ -96,18 +92,6 @@ def _last_steps(model: Transformer, cache: Cache, context: int) -> Row:
         seconds.append(time.perf_counter() - started)
     row: Row = {"figures": "step", "batch_size": 1, "context": context, "kv_caching": True, "step_seconds": seconds[1:]}
     return {**row, **bytes_of(model, cache, begin, context)}
-
-
-def _saves(model: Transformer, cache: Cache) -> bool:
-    """Return whether a kind predicts fewer bytes for a very long text than the full cache."""
-    predicted = cache.predicted_bytes(prompts=[LONG], ends=[LONG], reserved=(0, 0), itemsize=model.dtype.itemsize)
-    return predicted < full_bytes(model, LONG)
-
-
-def full_bytes(model: Transformer, length: int) -> int:
-    """Return the bytes of all keys and values of one row as they come."""
-    own, itemsize = model.share, model.dtype.itemsize
-    return len(model.blocks) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=length, itemsize=itemsize)
 
 
 def is_quantized(cache: Cache, itemsize: int) -> bool:
@@ -143,11 +127,11 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     row["nll"] = found.other_nll
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
-    size = _size(model, cache, prompt_len, length - 1)
+    size = size_of(model, cache, prompt_len, length - 1)
     row |= {**size, **(greedy_divergence(model, ids[: length - greedy], greedy) if greedy else {})}
     own, bytes_due = _facts(model, cache, path, others), size["predicted_cache_bytes"]
     checks = judge_kind(model, cache, ids[:-1], prompt=prompt_len, predicted=bytes_due, quantized=own["quantized"])
-    return {"rows": [own, row, *checks, *_needle_rows(model, source, plan, text)]}
+    return {"rows": [own, row, *checks, *_needle_rows(model, source, plan, cell.seed)]}
 
 
 def _reference(model: Transformer, ids: Sequence[int], scored: int) -> Tensor:
@@ -164,12 +148,6 @@ def _timed(steps: Iterator[Tensor], seconds: list[float]) -> Iterator[Tensor]:
         seconds.append(time.perf_counter() - started)
         yield host
         started = time.perf_counter()
-
-
-def _size(model: Transformer, cache: Cache, prompt: int, fed: int) -> Row:
-    """Return the bytes of a cache, and whether it has dropped or compressed something of what was fed."""
-    judged = all(layer.lossless for layer in cache.layers) or not _saves(model, cache)
-    return {**bytes_of(model, cache, prompt, fed), "judged": judged or cache.nbytes < full_bytes(model, fed)}
 
 
 def greedy_divergence(model: Transformer, prompt: Sequence[int], count: int) -> Row:
@@ -190,15 +168,10 @@ def greedy_divergence(model: Transformer, prompt: Sequence[int], count: int) -> 
     return row
 
 
-def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], text: Sequence[int]) -> list[Row]:
-    """Return a row for the needles of each length, with the bytes of a prompt of that length."""
-    haystack, tries = Haystack(source.tokenizer, read_corpus()), [*product(DEPTHS, range(plan["needle_seeds"]))]
-    rows: list[Row] = []
-    for length in plan["needle_lengths"]:
-        hidden = [haystack.hide(length=length, depth=depth, seed=seed) for depth, seed in tries]
-        row: Row = {"figures": "needle", "context": length, "tries": len(tries)}
-        row["found"] = sum(finds(model, one) for one in hidden)
-        row["found_question_seen"] = sum(finds(model, one, question_seen=True) for one in hidden)
-        cache = filled_cache(model, length, text, reserved=length)
-        rows.append({**row, **_size(model, cache, length, length)})
-    return rows
+def _needle_rows(model: Transformer, source: Source, plan: dict[str, Any], seed: int) -> list[Row]:
+    """Return a row for the needles of each length."""
+    plans = [
+        {"task": "needle", "context": length, "samples": plan["needles"], "seed": seed}
+        for length in plan["needle_lengths"]
+    ]
+    return [task_row(model, source, one, samples_of(source, one)) for one in plans]

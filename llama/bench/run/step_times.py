@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.bench.schema import Row
+from llama.costs import kv_bytes
 from llama.kv_cache import Attended, Cache, ScoredCache
 from llama.model import Transformer
 from llama.ops import Scoring
@@ -20,6 +21,7 @@ from llama.rows import Rows
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 CHUNK = 512  # positions that are written in a call: a kind may return copies of everything that a call's queries see
+LONG = 2**20  # positions of a text at which every kind that saves bytes does so
 FED_AT_ONCE = 2048  # tokens of a prompt that are fed in a call: a kind may compute the attention of all its queries
 
 
@@ -99,6 +101,24 @@ def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int, *, rese
     itemsize, rows = model.dtype.itemsize, (1, reserved or length)  # of keys and values; a matrix may be in int8
     predicted = cache.predicted_bytes(prompts=[prompt], ends=[length], reserved=rows, itemsize=itemsize)
     return {"cache_bytes": cache.nbytes, "predicted_cache_bytes": predicted}
+
+
+def size_of(model: Transformer, cache: Cache, prompt: int, fed: int) -> Row:
+    """Return the bytes of a cache, and whether it has dropped or compressed something of what was fed."""
+    judged = all(layer.lossless for layer in cache.layers) or not saves(model, cache)
+    return {**bytes_of(model, cache, prompt, fed), "judged": judged or cache.nbytes < full_bytes(model, fed)}
+
+
+def saves(model: Transformer, cache: Cache) -> bool:
+    """Return whether a kind predicts fewer bytes for a very long text than the full cache."""
+    predicted = cache.predicted_bytes(prompts=[LONG], ends=[LONG], reserved=(0, 0), itemsize=model.dtype.itemsize)
+    return predicted < full_bytes(model, LONG)
+
+
+def full_bytes(model: Transformer, length: int) -> int:
+    """Return the bytes of all keys and values of one row as they come."""
+    own, itemsize = model.share, model.dtype.itemsize
+    return len(model.blocks) * kv_bytes(1, own.n_kv_heads, own.head_dim, positions=length, itemsize=itemsize)
 
 
 @torch.inference_mode()

@@ -25,6 +25,7 @@ from llama.bench.run.measure import make_prompts, measure
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
+from llama.bench.run.tasks import cache_task
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
@@ -139,6 +140,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "sizes": size_caches,
     "cache_costs": cache_costs,
     "cache_quality": cache_quality,
+    "cache_task": cache_task,
     "conversation": measure_conversation,
     "prompts": measure_prompts,
     "margin": margin,

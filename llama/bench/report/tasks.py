@@ -1,0 +1,101 @@
+"""The scores of tasks: a row for each task, length and kind of cache, compared with the first kind sample by sample."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, least_to_most, view
+from llama.bench.schema import Report, Row, cell_of, rows_of
+from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
+
+WAYS = ("", "_question_seen")
+COLUMNS = ("task", "context", "kind", "cache_bytes")
+FIGURES = ("score", "difference", "lost", "answer_len")
+MOST_LOST = 8  # numbers of samples that are listed
+
+
+def task_table(report: Report) -> Table:
+    """Return the scores of all tasks, with the question seen by the prompt and not."""
+    rows = [*rows_of(report, "task"), *_means(report)]
+    full = {(row["task"], row["context"]): row for row in rows if row["cell"] == 0}
+    order = {key: place for place, key in enumerate(dict.fromkeys((row["task"], row["context"]) for row in rows))}
+    rows.sort(key=lambda row: (order[row["task"], row["context"]], row["cell"]))
+    shown = [_as_text(report, row, full.get((row["task"], row["context"]))) for row in rows]
+    names = [*COLUMNS, *(f"{figure}{way}" for way in WAYS for figure in FIGURES)]
+    return view("Scores of tasks", names, shown, [_note(rows)] if rows else [])
+
+
+def _means(report: Report) -> list[Row]:
+    """Return the rows of all tasks of RULER together, of each kind and length at which all kinds have several tasks."""
+    found = []
+    for context in dict.fromkeys(row["context"] for row in rows_of(report, "task")):
+        of_kind: dict[int, list[Row]] = {}
+        for row in rows_of(report, "task"):
+            if row["context"] == context and row["task"] != "needle" and context is not None:
+                of_kind.setdefault(row["cell"], []).append(row)
+        names = [[row["task"] for row in rows] for rows in of_kind.values()]
+        if names and len(names[0]) > 1 and names.count(names[0]) == len(names):
+            found += [_mean(rows) for rows in of_kind.values()]
+    return found
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    """Return the rows of one kind at one length as one row, whose samples are those of all tasks."""
+    mean: Row = {
+        **rows[0],
+        "task": f"the {len(rows)} tasks of RULER",
+        "cache_bytes": int(fmean(row["cache_bytes"] for row in rows)),
+    }
+    mean["judged"] = all(row["judged"] for row in rows)
+    for name in (f"{column}{way}" for way in WAYS for column in ("scores", "answer_lens")):
+        mean[name] = [value for row in rows for value in row[name]]
+    return mean
+
+
+def _as_text(report: Report, row: Row, full: Row | None) -> dict[str, Any]:
+    """Return a row of the table. `full`: the row of the first kind for the same task and length."""
+    shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache}
+    shown |= {"context": "as in the file"} if row["context"] is None else {}
+    for way in WAYS:
+        scores = row[f"scores{way}"]
+        shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
+        shown[f"score{way}"] = _with_interval(scores) if row["judged"] else NOT_JUDGED
+        shown |= dict.fromkeys((f"difference{way}", f"lost{way}"), "-" if row["judged"] else NOT_JUDGED)
+        if row["judged"] and full is not None and full is not row and len(full[f"scores{way}"]) == len(scores):
+            more = [one - other for one, other in zip(scores, full[f"scores{way}"], strict=True)]
+            low, high = mean_interval(tuple(more)) or (0.0, 0.0)
+            shown[f"difference{way}"] = NO_DIFFERENCE if low <= 0 <= high else _with_interval(more, "+")
+            lost = [str(number) for number, value in enumerate(more) if value < 0]
+            rest = f" and {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
+            shown[f"lost{way}"] = f"{len(lost)}: {', '.join(lost[:MOST_LOST])}{rest}" if lost else "0"
+    return shown
+
+
+@lru_cache(maxsize=1 << 14)  # a report writes a table several times
+def mean_interval(values: tuple[float, ...]) -> tuple[float, float] | None:
+    """Return the 95 % bootstrap interval of the mean; None with fewer than LEAST_SAMPLES values."""
+    if len(values) < LEAST_SAMPLES:
+        return None
+    if len(set(values)) == 1:
+        return values[0], values[0]
+    return bootstrap_interval(lambda dice: fmean(dice.choices(values, k=len(values))))
+
+
+def _with_interval(values: Sequence[float], sign: str = "") -> str:
+    """Return the mean in percent, with its interval if there are enough values and they differ."""
+    mean, ends = f"{100 * fmean(values):{sign}.1f}", mean_interval(tuple(values))
+    return (
+        mean
+        if ends is None or ends[0] == ends[1]
+        else f"{mean} ({100 * ends[0]:{sign}.1f} to {100 * ends[1]:{sign}.1f})"
+    )
+
+
+def _note(rows: Sequence[Row]) -> str:
+    counts = [len(row["scores"]) for row in rows]
+    few = f"; a mean of fewer than {LEAST_SAMPLES} has no interval" if min(counts) < LEAST_SAMPLES else ""
+    return (
+        f"{least_to_most(counts)} samples a row{few}. {NO_DIFFERENCE}: the interval of the difference contains 0. "
+        f"{NOT_JUDGED}: the kind has dropped or compressed nothing of such a prompt. Samples count from 0."
+    )
