@@ -13,13 +13,13 @@ from llama.host import console
 from llama.host.version import __version__
 
 HELP = """\
-llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off,
-swapped, measured and proved.
+llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
 
   run         Text from prompts: llama-kv run "Once upon a time"
   chat        A conversation that keeps its cache.
   serve       OpenAI's HTTP interface on this machine, and a page that shows it.
   bench       Time and memory, with the cache and without: --preset table
+  report      What the cache saves and costs here, to hand in: --minutes 5
   compare     Two results of bench, and whether a difference is shown: A B
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("inference", "hold_chat"),
     "serve": ("serve", "main"),
     "bench": ("benchmark_inference", "main"),
+    "report": ("benchmark_inference", "hand_in"),
     "compare": ("compare", "main"),
     "verify": ("verify", "main"),
     "watch": ("inference", "show_steps"),

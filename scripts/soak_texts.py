@@ -7,9 +7,7 @@ stop token or their length, or are cancelled. The bytes of all caches are compar
 Ends with exit code 1 if a text differs. An interrupted run says what it has compared; another --seed draws others.
 """
 
-import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llama import load
+from llama import cli, load
 from llama.many import steady
 from llama.texts import Texts
 
@@ -97,33 +95,42 @@ def soak(model: Any, done: Soak, *, tokens: int, rows: int, seed: int, cache_byt
             raise AssertionError(f"the caches have {held:,} bytes, and {predicted:,} were predicted")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--quantize", choices=["stored", "int8", "int4", "none"], default="none", help="none: float32")
-    parser.add_argument("--activations", type=int, choices=[8, 16], default=16)
-    parser.add_argument("--kv_cache", default="static")
-    parser.add_argument("--cache_mb", type=int, help="the most MB (2^20 bytes) of all caches; by default no limit")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
+def main(
+    *,
+    tokens: int = 100_000,
+    quantize: str = "none",
+    activations: int = 16,
+    kv_cache: str = "static",
+    cache_mb: int | None = None,
+    rows: int = 16,
+    seed: int = 1,
+) -> int:
+    """Compare texts of the demo model that come and go with each text alone.
+
+    Args:
+        tokens: The least number of new tokens.
+        quantize: The weights, stored, int8, int4, or none for float32.
+        activations: Bits of rounded activations with packed weights, 16 or 8.
+        kv_cache: The kind of cache.
+        cache_mb: The most MB (2^20 bytes) of all caches; by default no limit.
+        rows: Texts that generate at a time.
+        seed: Decides the texts.
+    """
     torch.set_num_threads(1)
-    packing: Any = {"quantize": given.quantize, "activations": given.activations}
-    model, _ = load("demo", fast=True, kv_cache=given.kv_cache, **packing)
+    model, _ = load("demo", fast=True, kv_cache=kv_cache, quantize=quantize, activations=activations)
     done, began = Soak(), time.perf_counter()
-    cache_bytes = None if given.cache_mb is None else given.cache_mb << 20
     try:
-        soak(model, done, tokens=given.tokens, rows=given.rows, seed=given.seed, cache_bytes=cache_bytes)
+        soak(model, done, tokens=tokens, rows=rows, seed=seed, cache_bytes=cache_mb and cache_mb << 20)
     finally:
         print(
-            f"{model.execution}, kv_cache={given.kv_cache}: {len(done.differing)} of {done.texts} texts differ from "
-            f"the text alone; {done.tokens:,} tokens, {done.cancelled} texts cancelled, at most "
-            f"{done.most_bytes >> 20:,} MB of caches, {time.perf_counter() - began:.0f} s"
+            f"{model.execution}, kv_cache={kv_cache}: {len(done.differing)} of {done.texts} texts differ from the text "
+            f"alone; {done.tokens:,} tokens, {done.cancelled} texts cancelled, at most {done.most_bytes >> 20:,} MB of "
+            f"caches, {time.perf_counter() - began:.0f} s"
         )
         if done.differing:
             print("texts that differ, by number:", *done.differing[:20])
-    sys.exit(bool(done.differing))
+    return int(bool(done.differing))
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(main)

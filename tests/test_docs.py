@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench_reports import caches_report, chat_report, sweep_report, table_report
+from bench_reports import caches_report, chat_report, hand_in_report, sweep_report, table_report
 
 from llama import cli
 from llama.bench import schema
@@ -152,5 +152,5 @@ def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
     assert len(columns) == len(set(columns))
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "llama" / "bench").rglob("*.py"))
     assert [name for name in columns if f'"{name}"' not in sources] == [], "what no code writes or reads"
-    reports = [table_report(), sweep_report(), caches_report(), chat_report()]
+    reports = [table_report(), sweep_report(), caches_report(), chat_report(), hand_in_report()]
     assert {name for report in reports for row in report["rows"] for name in row} <= set(columns)

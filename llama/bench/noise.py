@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable
 
 from llama.bench.schema import Report, Row, Status, cell_of, pairs, rows_of
-from llama.bench.statistics import median_of, spread
+from llama.bench.statistics import LEAST_REPETITIONS, median_of, spread
 from llama.host.cores import BUSY_SHARE, LEAST_SECONDS, OtherLoad, is_busy
 from llama.host.progress import seconds_bar
 
 OTHER_WORK = "other work"  # the name of the check
 
 SPREAD = 1.25  # p90 over p10 of the time: 1.0 to 1.2 on an idle machine, 1.8 beside half a busy core (docs/results)
-LEAST_REPETITIONS = 3  # of two, either may be the noisy one
 # How many times fewer tokens the cache must feed until it cannot be slower: crossovers lie at contexts of a few tokens
 # (docs/kv_cache.md), and texts that short feed less than 8 times fewer.
 FEWER = 8.0

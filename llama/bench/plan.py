@@ -13,22 +13,25 @@ from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
-from llama.bench.noise import LEAST_REPETITIONS, judge_noise
-from llama.bench.presets import GROUPS, Calibration, Group, Job, cells_of
+from llama.bench.noise import judge_noise
+from llama.bench.presets import GROUPS, RECORDING, Calibration, Group, Job, cells_of, recording_job
+from llama.bench.report.derived import scatter
 from llama.bench.report.files import keep_steps, steps_of, write_json
 from llama.bench.report.sentences import findings
 from llama.bench.run.cache_kind import predicted_kind
 from llama.bench.run.directory import RESULTS
+from llama.bench.run.engines import Source
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.run.measure import predicted_rows
+from llama.bench.run.measure import predicted_peak, predicted_rows
 from llama.bench.run.models import find_model
-from llama.bench.schema import Report, cell_row, is_measured, merge, pairs, rows_of
-from llama.bench.statistics import median_of
+from llama.bench.schema import Report, cell_row, is_measured, measured_rows, merge, pairs, rows_of
+from llama.bench.statistics import LEAST_REPETITIONS, median_of
 
 REPETITIONS = 5
 OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
-RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
 RECORDING_SHARE = 10  # the recording is left out if it takes more than a tenth of what is left of the budget
+LEAST_WITHIN = 1.25  # of a predicted time: SPREAD of an idle machine
+WRITING = 20.0  # seconds of a report's minutes to write its files, or as many as a process takes to start
 
 
 class OverBudgetError(Exception):
@@ -38,12 +41,20 @@ class OverBudgetError(Exception):
 class Run:
     """A run of a preset: its report and folder, how long it may take, and how long each job took or should take."""
 
-    def __init__(self, folder: Path, report: Report, progress: Any, *, watched: Cell | None = None) -> None:
-        """Begin the budget now. `progress` is a `seconds_bar`; the page shows a generation of `watched`."""
+    def __init__(
+        self, folder: Path, report: Report, progress: Any, *, watched: Cell | None = None, began: float | None = None
+    ) -> None:
+        """Begin the budget, now or at `began` of `time.monotonic`.
+
+        `progress` is a `seconds_bar`; the page shows a generation of `watched`.
+        """
         self.folder, self.report, self.progress, self.watched = folder, report, progress, watched
         self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
-        self.began = time.monotonic()
+        self.is_hand_in = report["preset"] == "report"  # whose minutes end with its files
+        self.overrun = 0.0 if self.is_hand_in else OVERRUN
+        self.began = time.monotonic() if began is None else began
         self.calibration: Calibration
+        self._sources: dict[Cell, Source] = {}
         self._took: dict[str, float] = {}  # seconds of a job's last repetition
         self._pace: dict[tuple[Any, ...], float] = {}  # seconds over prediction of the last job alike
 
@@ -58,8 +69,8 @@ class Run:
         return sum(self._took.get(one.name, one.seconds * self._pace.get(_alike(one), 1.0)) for one in group.jobs)
 
     def _do(self, job: Job, *, limited: bool) -> dict[str, Any]:
-        """Run a job. If `limited`, raise OverBudgetError once the budget is passed by OVERRUN."""
-        started, end = time.monotonic(), self.began + (1 + OVERRUN) * self.budget
+        """Run a job. If `limited`, raise OverBudgetError once the budget is passed by `overrun`."""
+        started, end = time.monotonic(), self.began + (1 + self.overrun) * self.budget
         step, before = self.expected(Group((job,))), self.progress.n
 
         def waiting() -> None:
@@ -104,13 +115,15 @@ class Run:
         report, cells = self.report, cells_of(self.report)
         first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
         first = first.but(input_len=min(first.input_len, 256), batch_size=1)
-        machine = self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False)
-        add_result(report, machine, 0)
-        options = {"rows": rows if report["preset"] == "table" else 1}
+        if not self.is_hand_in:  # whose minutes are few; every cell measures the ceilings, too
+            add_result(report, self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False), 0)
+        options = {"rows": rows if report["preset"] in ("table", "report") else 1}
         timed = Job("how long it will take", "calibrate", first, 0, 0.0, options)
         found = self._do(timed, limited=False)
         starting = max(0.0, self._took[timed.name] - found["seconds"])
-        report["model"], self.calibration = found["model"], Calibration(**found["timed"], start_seconds=starting)
+        add_result(report, found, 0)
+        self.calibration = Calibration(**found["timed"], start_seconds=starting)
+        self.budget -= max(WRITING, starting) if self.is_hand_in else 0.0
         self._save()
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
@@ -131,17 +144,9 @@ class Run:
         """Yield the groups of the preset, and after the first one the recording for the page, so that it finds time."""
         groups = GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
         yield next(groups)
-        if self.watched is not None and steps_of(self.folder) is None:
-            yield Group((self._recording(self.watched),))
+        if self.watched is not None and not self.is_hand_in and steps_of(self.folder) is None:
+            yield Group((recording_job(self.watched, self.calibration),))
         yield from groups
-
-    def _recording(self, watched: Cell) -> Job:
-        """Return the job that records a short generation for the page: twice with the cache, once without."""
-        plain = watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
-        cells = (plain.but(input_len=4, output_len=WATCHED_STEPS, kv_caching=on) for on in (True, True, False))
-        seconds = self.calibration.of_tokens(0) + sum(sum(self.calibration.of_forwards(cell)) for cell in cells)
-        options = {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}
-        return Job(RECORDING, "watch", plain, 0, seconds, options, of_cell=False)
 
     def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
         """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
@@ -153,10 +158,10 @@ class Run:
         )
 
     def _once(self, groups: Iterable[Group], late: list[Group] | None = None) -> list[Group]:
-        """Do every group once if it fits, the very first one in any case; return all groups that are done.
+        """Do every group once if it fits; return all groups that are done.
 
-        Once a group of cells does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it
-        is given.
+        The very first one is done in any case, except in a report, whose minutes are a promise. Once a group of cells
+        does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it is given.
         """
         done, smallest_left_out = [], math.inf
         for group in groups:
@@ -165,7 +170,7 @@ class Run:
                 continue
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
-            first, left = not self.report["done"], self.seconds_left()
+            first, left = not (self.report["done"] or self.is_hand_in), self.seconds_left()
             left /= RECORDING_SHARE if group.jobs[0].name == RECORDING else 1
             fits = self.expected(due) <= left and not (group.repeats and batch > smallest_left_out)
             if jobs and not first and not fits:
@@ -232,7 +237,8 @@ class Run:
 
     def _finish(self) -> None:
         """Write what follows from the figures into the report."""
-        report, over = self.report, time.monotonic() - self.began - self.budget
+        report, budget = self.report, 60 * (self.report["budget_minutes"] or math.inf)
+        over = time.monotonic() - self.began - budget
         with_rates(report)
         judge_noise(report)
         report["reading"] = findings(report)
@@ -242,35 +248,62 @@ class Run:
         self._save()
 
     def _predict(self) -> None:
-        """Give every cell of ours that was not measured its predicted figures, and a peer's cell its predicted time.
+        """Give what was not measured its predicted figures: cells, bytes of kinds of cache, peaks of a report."""
+        preset = self.report["preset"]
+        for place, cell in enumerate(cells_of(self.report)):
+            if preset == "caches":
+                self._predict_kind(place, cell)
+            elif preset != "chat":
+                self._predict_cell(place, cell)
+            if self.is_hand_in:
+                self._predict_peak(cell)
 
-        A kind of cache gets its predicted bytes.
+    def _predict_kind(self, place: int, cell: Cell) -> None:
+        report = self.report
+        there = {(row["figures"], row.get("context")) for row in report["rows"] if row["cell"] == place}
+        rows = [] if cell_row(report, place)["error"] else predicted_kind(cell, report["plan"])
+        merge(report, [row for row in rows if (row["figures"], row["context"]) not in there], place)
+
+    def _predict_cell(self, place: int, cell: Cell) -> None:
+        """Predict all figures of a cell of ours, and the time of a peer's.
+
+        The time is off by at most what measured times differ by, of equal work and of the two modes.
         """
-        report, cells = self.report, cells_of(self.report)
-        for place, cell in enumerate(cells if report["preset"] == "caches" else ()):
-            there = {(row["figures"], row.get("context")) for row in report["rows"] if row["cell"] == place}
-            rows = [] if cell_row(report, place)["error"] else predicted_kind(cell, report["plan"])
-            merge(report, [row for row in rows if (row["figures"], row["context"]) not in there], place)
-        for place, cell in enumerate(cells if report["preset"] in ("table", "sweep") else ()):
-            row, (path, pace) = cell_row(report, place), self._path_and_pace(cell)
-            if is_measured(row) or row["error"] or cell.speculate or (pace is None and cell.engine != "llama"):
-                continue
-            seconds = [one * (pace or 1.0) for one in self.calibration.of_forwards(cell)]
-            report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
-            merge(report, predicted_rows(cell, find_model(cell), seconds, path), place)
+        report, row, (path, paces) = self.report, cell_row(self.report, place), self._path_and_paces(cell)
+        can_predict = cell.engine == "llama" or cell.kv_caching in paces
+        if is_measured(row) or row["error"] or cell.speculate or not can_predict:
+            return
+        seconds = [one * paces.get(cell.kv_caching, 1.0) for one in self.calibration.of_forwards(cell)]
+        apart = max(paces.values(), default=1.0) / min(paces.values(), default=1.0)
+        within = max(LEAST_WITHIN, scatter(report), self.calibration.scatter, apart)
+        report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
+        merge(report, predicted_rows(cell, self._source(cell), seconds, path, within=within), place)
 
-    def _path_and_pace(self, cell: Cell) -> tuple[str, float | None]:
+    def _predict_peak(self, cell: Cell) -> None:
+        cells = cells_of(self.report)
+        first = next(place for place, one in enumerate(cells) if one.batch_size == cell.batch_size)
+        if cell.kv_caching not in {row["kv_caching"] for row in measured_rows(self.report, "peak", first)}:
+            merge(self.report, predicted_peak(cell.but(logits="all"), self._source(cell)), first)
+
+    def _source(self, cell: Cell) -> Source:
+        """Return the model of a cell, opened once for all batch sizes and modes: this takes a second of a core."""
+        key = cell.but(batch_size=1, kv_caching=True)
+        if key not in self._sources:
+            self._sources[key] = find_model(key)
+        return self._sources[key]
+
+    def _path_and_paces(self, cell: Cell) -> tuple[str, dict[bool, float]]:
         """Return the path of measured cells like this one, and how many times its prediction the largest of them took.
 
-        Cells like this one have the same engine and weights; for the time, also the same mode.
+        Cells like this one have the same engine and weights; the paces are those with the cache and without.
         """
-        path, pace = "fast" if cell.fast else "plain", None
+        path, paces = "fast" if cell.fast else "plain", dict[bool, float]()
         for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
             if is_measured(row) and other.rounding == cell.rounding:
                 path = row["path"]
-                if other.kv_caching == cell.kv_caching and not other.speculate:
-                    pace = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
-        return path, pace
+                if not other.speculate:
+                    paces[other.kv_caching] = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
+        return path, paces
 
 
 def _alike(job: Job) -> tuple[Any, ...]:

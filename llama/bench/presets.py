@@ -2,6 +2,7 @@
 
 `table`: batch 1, 8 and 16 with the cache on and off. `sweep`: the difference by output length, context and batch.
 `caches`: kinds of cache beside the full one. `chat`: a conversation, prompts that begin alike, and a saved session.
+`report`: what a student hands in, the table with four texts and the peaks of code that computes all logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
     (32, 0, 0, 0),
 )
 FEWEST = AMOUNTS[-1][0]  # scored tokens that judge a kind
+RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
+TEXT_LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report: as many as fit
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
 STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings, on an idle machine
@@ -66,6 +69,7 @@ class Calibration:
     many_rows: int
     many_seconds: float
     start_seconds: float = 0.0  # of a process, as the first one took: on a busy machine many times STARTING
+    scatter: float = 1.0  # the longest of equal pieces over the shortest
 
     def of_tokens(self, tokens: int) -> float:
         """Predict the seconds of a process that loads the model and feeds it so many tokens, many at a time."""
@@ -116,6 +120,7 @@ def plan_report(
     prompt_len: int | None = None,
     tasks: Sequence[str] = (),
     samples: int | None = None,
+    prompts: Sequence[str] = (),
     command: str = "",
     budget: float | None,
 ) -> Report:
@@ -127,13 +132,17 @@ def plan_report(
     text: the file on whose text `caches` judges kinds.
     prompt_len: tokens of that text that are fed in one pass before the scored ones, by default all but those of LENGTH.
     tasks, samples: what `caches` judges kinds by beside that text, see `plan_tasks`.
+    prompts: those that `report` continues in both modes.
     """
     if preset in ("caches", "chat") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
     plan: dict[str, Any] = {}
     source = find_model(base)
-    if preset == "table":
+    if preset in ("table", "report"):
         cells = table_cells(base, engines)
+        if preset == "report":
+            fed = [len(source.tokenizer.encode(one, bos=True, eos=False)) for one in prompts]
+            plan = {"prompts": [*prompts], "fed": fed}
     elif preset == "sweep":
         cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
     elif preset == "caches":
@@ -146,7 +155,7 @@ def plan_report(
         check_cell(cell)
         if cell.from_file != base.from_file:
             find_model(cell)  # raises ValueError if there is no such file
-        if preset in ("table", "sweep"):
+        if preset in ("table", "sweep", "report"):
             check_length(cell, source.args)
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
@@ -293,6 +302,33 @@ def table_groups(report: Report, known: Calibration, left: Callable[[], float]) 
             yield replace(steps_group(cells[0], batch, context_lengths(cells[0].input_len), known), late=True)
 
 
+def report_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
+    """Yield the first pair of the table, what a report shows beside the table, and the other pairs."""
+    cells, plan = cells_of(report), report["plan"]
+    first, *others = paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
+    yield first
+    cell = cells[0].but(logits="all")
+    for length in TEXT_LENGTHS:
+        recorded = recording_job(cell, known, most=length)
+        tokens = 3 * cell.total_len + sum(plan["fed"]) + length * sum(one + length // 2 for one in plan["fed"])
+        seconds = known.of_tokens(tokens) + length * known.many_seconds + recorded.seconds - known.of_tokens(0)
+        if seconds <= left():
+            break
+    options = {"prompts": plan["prompts"], "length": length, "watched": recorded.options}
+    yield Group((Job("texts, peaks and a page", "hand_in", cell, 0, seconds, options, of_cell=False),))
+    yield from others
+
+
+def recording_job(watched: Cell, known: Calibration, *, most: int | None = None) -> Job:
+    """Return the job that records WATCHED_STEPS steps, or `most`, for the page: twice with the cache, once without."""
+    steps = min(WATCHED_STEPS, most or WATCHED_STEPS)
+    plain = watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+    cells = (plain.but(input_len=4, output_len=steps, kv_caching=on) for on in (True, True, False))
+    seconds = known.of_tokens(0) + sum(sum(known.of_forwards(cell)) for cell in cells)
+    options = {"prompt": WATCHED_PROMPT, "steps": steps}
+    return Job(RECORDING, "watch", plain, 0, seconds, options, of_cell=False)
+
+
 def sweep_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
     """Yield the pair of long generations, sizes of caches, steps by context, and steps by batch size."""
     cells, limit = cells_of(report), known.max_seq_len
@@ -394,6 +430,7 @@ GROUPS: dict[str, Callable[[Report, Calibration, Callable[[], float]], Iterator[
     "sweep": sweep_groups,
     "caches": kind_groups,
     "chat": chat_groups,
+    "report": report_groups,
 }
 
 

@@ -23,6 +23,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "memory": ("name",),  # one line of a cell's memory ledger
     "step": ("batch_size", "context", "kv_caching"),  # a step at one context: its time, the bytes of the cache
     "comparison": (),  # the tokens with the cache, or with guesses, against those without
+    "peak": ("kv_caching",),  # the peak of a batch size if the logits of all positions are computed
+    "text": ("prompt",),  # a prompt continued with the cache and without
     "agreement": (),  # the most likely tokens of rounded weights against those of float32
     "quality": ("context",),  # a kind of cache against the full one at one length of a text
     "task": ("task", "context"),  # the scores of a task's samples, at one length

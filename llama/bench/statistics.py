@@ -9,6 +9,8 @@ from llama.bench.cell import Cell
 from llama.bench.schema import Row
 from llama.host.machine import Ceilings
 
+LEAST_REPETITIONS = 3  # that show how a time varies: of two, either may be the noisy one
+WIDE = 1.5  # a ratio whose range ends at more than so many times its beginning is shown with it
 # Of 1,000 pairs of equal runs (log-normal), the interval misses 1 in 11 % with 3 samples each, 7 % with 4, 5 % with 5.
 LEAST_SAMPLES = 5
 RESAMPLES = 2000

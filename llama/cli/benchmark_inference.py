@@ -5,12 +5,14 @@ import math
 import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.single import measure_cell
+from llama.cli.inference import PROMPTS
 from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.files import check_writable
@@ -57,7 +59,7 @@ def main(
     seed: int = 1,
     json: str | None = None,
     out: str = "results",
-    budget: float = 15.0,
+    budget: float | None = None,
     resume: bool = False,
     wait_until_quiet: float = 0.0,
     strict: bool = False,
@@ -74,7 +76,8 @@ def main(
         output_len: Tokens made for each row, by default 32; no end-of-text ends a row early.
         kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
         preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
-            batch), caches (bytes, time, quality of kinds) or chat (a cache that is kept between calls).
+            batch), caches (bytes, time, quality of kinds), chat (a cache that is kept between calls) or report (the
+            table with texts in both modes and the published peaks).
         model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; by default demo on a
             CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
@@ -108,7 +111,8 @@ def main(
         json: Write the report into this file.
         out: The folder in which a preset makes its own folder.
         budget: Minutes of a preset: every pair or kind once, then repetitions, up to 5, then curves. What does not fit
-            is left out and predicted, the largest batch first; one pair always runs. 0 measures everything once.
+            is left out and predicted, the largest batch first; one pair always runs. 0 measures everything once. By
+            default 15, and for a report 5.
         resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
         wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 if a cell was measured under load of other work.
@@ -118,9 +122,23 @@ def main(
     return dispatch(SimpleNamespace(**locals()))
 
 
+def hand_in(*, minutes: float = 5.0, ckpt_dir: str | None = None, device: str = "auto", out: str = "results") -> int:
+    """Write a report on the KV cache, with this machine's figures: report.html, and report.md to edit.
+
+    It is bench --preset report, which has more flags.
+
+    Args:
+        minutes: How long it may take. Pairs that do not fit are predicted, the largest batch first.
+        ckpt_dir: A checkpoint's directory or .gguf file; by default the demo on a CPU, and llama-3.2-1b on a GPU.
+        device: Where it computes: auto, cpu, cuda or mps.
+        out: The folder in which it makes its own folder.
+    """
+    return main(preset="report", budget=minutes, ckpt_dir=ckpt_dir, device=device, out=out)
+
+
 def dispatch(flags: SimpleNamespace) -> int:
     """Measure what the flags of `main` say, and return the exit code."""
-    cores = FreeCores()  # looks while torch is loaded
+    began, cores = time.monotonic(), FreeCores()  # looks while torch is loaded
     logging.getLogger("llama").setLevel(logging.WARNING)  # what a checkpoint consists of is in the ledger
     check_flags(flags)
     json_path = None if flags.json is None else Path(flags.json)
@@ -143,15 +161,16 @@ def dispatch(flags: SimpleNamespace) -> int:
             asked["contexts"] = [int(context) for context in flags.contexts]
             asked |= {"tasks": flags.task, "samples": flags.samples}
             asked |= {"text": flags.text, "prompt_len": flags.prompt_len} if flags.preset == "caches" else {}
+            asked |= {"prompts": PROMPTS} if flags.preset == "report" else {}
             report = plan_report(flags.preset, cell, command=as_started(), **asked)
         if flags.wait_until_quiet:
             wait_until_idle(flags.wait_until_quiet)
-            cores = FreeCores()
+            began, cores = time.monotonic(), FreeCores()
         if report is None:
             if cell.device == "cpu":
                 cores.choose_threads(console.note)
             return print_cell(cell, flags, json_path)
-        return run_preset(report, cell, flags, json_path, cores)
+        return run_preset(report, cell, flags, json_path, cores, began)
     finally:
         followers().send({})  # which ends them
 
@@ -214,8 +233,10 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
 def check_flags(flags: SimpleNamespace) -> None:
     """Raise ValueError for flags that would be ignored."""
     preset = flags.preset
-    if preset not in (None, "table", "sweep", "caches", "chat"):
-        raise ValueError(f"--preset={preset} is not known; choose table, sweep, caches or chat")
+    if preset not in (None, "table", "sweep", "caches", "chat", "report"):
+        raise ValueError(f"--preset={preset} is not known; choose table, sweep, caches, chat or report")
+    if flags.budget is None:
+        flags.budget = 5.0 if preset == "report" else 15.0
     if flags.text is not None and flags.input_len is not None:
         raise ValueError("--text has a length of its own; leave out --input_len")
     if flags.batch_size is not None and flags.batch_size < 1:
@@ -246,8 +267,9 @@ def check_flags(flags: SimpleNamespace) -> None:
             raise ValueError("--engine: a single cell has one engine; several need --preset table")
         return
     decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
-    decided += ("text",) if preset == "chat" else ()
-    decided += ("engine",) if preset in ("caches", "sweep") else ()
+    decided += ("text",) if preset in ("chat", "report") else ()
+    decided += ("engine",) if preset in ("caches", "sweep", "report") else ()
+    decided += ("logits", "page_watch") if preset == "report" else ()
     decided += ("speculate",) if preset != "table" else ()
     defaults = main.__kwdefaults__ or {}
     given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
@@ -272,10 +294,13 @@ def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> in
     return report_exit_code(report, strict=flags.strict)
 
 
-def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: Path | None, cores: FreeCores) -> int:
+def run_preset(
+    report: "Report", cell: Cell, flags: SimpleNamespace, json_path: Path | None, cores: FreeCores, began: float
+) -> int:
     """Measure a preset, print its table, and write its report, which has what is finished however the run ends.
 
-    All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with.
+    All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with. The
+    budget begins at `began`.
     """
     from llama.bench.plan import Run
     from llama.bench.report.files import write_json, write_report
@@ -291,7 +316,7 @@ def run_preset(report: "Report", cell: Cell, flags: SimpleNamespace, json_path: 
     watched = cell if (by_default if flags.page_watch is None else flags.page_watch) else None
     bar = seconds_bar()
     try:
-        Run(folder, report, bar, watched=watched).run()
+        Run(folder, report, bar, watched=watched, began=began).run()
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume continues")
         return console.exit_code(stop)

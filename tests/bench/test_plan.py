@@ -16,12 +16,12 @@ from jobs_here import CEILINGS, Here, jobs_here, run_of
 
 from llama.bench import plan, presets
 from llama.bench.cell import Cell
-from llama.bench.noise import LEAST_REPETITIONS
 from llama.bench.plan import Run, duration
 from llama.bench.presets import Group, Job, plan_report
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, is_measured, merge, new_report, rows_of
+from llama.bench.statistics import LEAST_REPETITIONS
 from llama.cli import benchmark_inference as script
 from llama.host.progress import seconds_bar
 
@@ -149,7 +149,7 @@ class World:
             left -= tick
             waiting()
         self.done.append(cell.name if kind == "cell" else kind)
-        if kind == "watch":
+        if kind in ("watch", "hand_in"):
             return {"rows": [], "page": "3 steps after"}
         if kind != "cell":
             return {"rows": [{"figures": "step", "batch_size": cell.batch_size, "context": 1, "kv_caching": True}]}
@@ -166,8 +166,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch, lambda job: 1.0)
 
 
-def run_in(world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False) -> Report:
-    report = plan_report("table", base, engines=engines, kinds=[], budget=minutes)
+def run_in(
+    world: World, base: Cell, out: Path, *, minutes: float, engines: list[str], watched: bool = False, preset: str = ""
+) -> Report:
+    report = plan_report(preset or "table", base, engines=engines, kinds=[], budget=minutes)
     run = Run(out, report, seconds_bar(), watched=base if watched else None)
     run.run()
     return report
@@ -195,6 +197,22 @@ def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget
         assert max(cell.batch_size for cell in measured) <= min(cell.batch_size for cell in left_out)
     assert {f"{cell.name}: no room in the budget" for cell in left_out} <= set(report["failures"])
     assert world.now - 1024 <= 1.3 * 60 * minutes or sum(found.values()) <= 2
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.floats(0.5, 60), st.sampled_from([0.5, 1.0, 3.0, 10.0]), st.booleans())
+def test_a_report_ends_within_its_minutes_with_every_row_and_tears_no_pair(
+    base: Cell, tmp_path_factory: pytest.TempPathFactory, minutes: float, load: float, sudden: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(monkeypatch, lambda job: load if not sudden or world.done else 1.0)
+        report = run_in(world, base, tmp_path_factory.mktemp("run"), minutes=minutes, engines=[], preset="report")
+    assert world.now - 1024 <= 60 * minutes
+    found = counts(report)
+    assert found[0::2] == found[1::2], "a pair is measured as a whole"
+    assert found == sorted(found, reverse=True), "the smallest batch first"
+    assert all(row["seconds"] for row in rows_of(report, "cell"))
+    assert [row["within"] >= 1.25 for row in rows_of(report, "cell") if row.get("predicted")] == [True] * found.count(0)
 
 
 def test_every_pair_is_measured_before_a_repetition_and_repetitions_that_can_be_judged_before_a_curve(

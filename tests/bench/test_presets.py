@@ -44,7 +44,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setattr(presets, "SWEEP_BATCHES", (1, 2))
     monkeypatch.setattr(presets, "SWEEP_CONTEXTS", (4, 8, 16, 256, 257))
     monkeypatch.setattr(presets, "GENERATED", (2, 5))
-    monkeypatch.setattr(plan, "WATCHED_STEPS", 3)
+    monkeypatch.setattr(presets, "WATCHED_STEPS", 3)
     return jobs_here(monkeypatch, lambda kind, cell: cell.name if kind == "cell" else kind)
 
 
@@ -199,13 +199,15 @@ def test_a_violation_ends_with_exit_code_3_in_the_mode_that_is_compared_with_too
 
 
 def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--batch_size", "2", "--input_len", "6", "--output_len", "4", "--kv_caching"]
-    assert run("--ckpt_dir", base.model, *words) == 0
+    words = ["--ckpt_dir", base.model, "--batch_size", "2", "--output_len", "4", "--kv_caching"]
+    assert run(*words, "--input_len", "6") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ["Batch size: 2", "Input length: 6 tokens", "Output length: 4 tokens"]
     heads = ["Inference time", "Tokens per second", "Model weights memory usage", "Peak memory usage"]
     assert [line.split(":")[0] for line in lines[3:7]] == heads
-    assert "=== Sample Output ===" in lines
+    assert "=== Sample Output ===" not in lines, "a text behind random ids shows nothing"
+    assert run(*words, "--text", "abc") == 0
+    assert "=== Sample Output ===" in capsys.readouterr().out.splitlines()
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
 
 # Flags, and a part of the error. Refused by the flags alone, or by a cell, before a model is looked for:
 REFUSED = {
-    "--preset tables": "--preset=tables is not known; choose table, sweep, caches or chat",
+    "--preset tables": "--preset=tables is not known; choose table, sweep, caches, chat or report",
     "--batch_size 0": "--batch_size=0 must be at least 1",
     "--text a --input_len 3": "leave out --input_len",
     "--kv_cache int8 --kv_cache int4": "--kv_cache: a cell has one kind of cache",
@@ -262,6 +264,7 @@ REFUSED = {
     "--wait_until_quiet nan": "--wait_until_quiet=nan",
     "--preset table --batch_size 4 --compare": "--batch_size, --compare cannot be combined with",
     "--preset sweep --engine transformers": "--engine cannot be combined with --preset sweep",
+    "--preset report --engine transformers --logits all": "--engine, --logits cannot be combined with",
     "--preset caches --engine transformers": "--engine cannot be combined with --preset caches",
     "--preset chat --input_len 9 --text a": "leave out --input_len",
     "--preset chat --text a": "--text cannot be combined with --preset chat",
@@ -343,12 +346,12 @@ def test_the_script_writes_a_preset_into_a_folder_with_a_generation_if_asked_for
     assert "6 jobs, each in a process of its own: all of them once take about" in printed.err
     (folder,) = tmp_path.iterdir()
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert {"results.json", "report.md", "table.csv", "page.html", "plots/time.png", "plots/memory.png"} <= names
-    assert str(folder / "page.html") in printed.out
-    assert "<iframe" not in (folder / "page.html").read_text("utf-8")
+    assert {"results.json", "report.md", "table.csv", "report.html", "plots/time.png", "plots/memory.png"} <= names
+    assert str(folder / "report.html") in printed.out
+    assert "<iframe" not in (folder / "report.html").read_text("utf-8")
     assert run(*words, "--resume", "--page_watch") == 0
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-    page = (folder / "page.html").read_text("utf-8")
+    page = (folder / "report.html").read_text("utf-8")
     frames = re.findall(r'<iframe [^>]*sandbox="allow-scripts" srcdoc="([^"]*)"', page)
     assert [html.unescape(frame) for frame in frames] == [(folder / "watch.html").read_text("utf-8")]
     assert "Cache: int8. 3 steps after" in html.unescape(frames[0])

@@ -1,5 +1,6 @@
 """The cells of a report, each with its rows, its name and its path; their order, and which ones are compared."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,13 @@ def cell_views(report: Report) -> list[CellView]:
         checks, memory = (rows_of(report, figures, row["cell"]) for figures in ("check", "memory"))
         views.append(CellView(row["cell"], cell_of(report, row), row, checks, memory))
     return views
+
+
+def kind_names(report: Report) -> list[str]:
+    """Return the one name of each cell's kind of cache: without the folder of its file, unless two would be equal."""
+    whole = [cell["kv_cache"] for cell in report["cells"]]
+    short = [re.sub(r"[^;]*[/\\]", "", name) for name in whole]
+    return short if len({*short}) == len({*whole}) else whole
 
 
 def in_table_order(views: Sequence[CellView]) -> list[CellView]:

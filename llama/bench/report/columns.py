@@ -52,7 +52,8 @@ class Column:
 
 TABLE_COLUMNS = {
     "seconds": Column(
-        "time, s", "the whole job: from the call with the prompts until the last token of all rows is on the host",
+        "time, s", "the whole job: from the call with the prompts until the last token of all rows is on the host; "
+        "behind ~ the range in which a measurement is expected",
         form=".2f", estimated=True,
     ),
     "first_token_seconds": Column(
@@ -95,8 +96,10 @@ TABLE_COLUMNS = {
     "path": Column("path", "what executed the forwards, as was seen: plain, exact, native, CUDA graphs, or a peer"),
     "top1_as_fp32": Column("top-1 as fp32", "of rounded weights: how often the most likely token is that of float32"),
     "less_work": Column("less work", "token-forwards without the cache over those with it", form=".1f", unit="x"),
-    "times_faster": Column("times faster", "the median time without the cache over that with it",
-                           form=".1f", unit="x", estimated=True),
+    "times_faster": Column(
+        "times faster", "the median time without the cache over that with it; in brackets its range, if that is wide",
+        form=".1f", unit="x", estimated=True,
+    ),
     "steps_faster": Column("times faster per output token", form=".1f", unit="x", estimated=True),
     "more_bytes": Column("more memory at the peak, MB", "", 1 / MB, "+.1f"),
     "bound_on": Column("bound by, cache on", "the limit that the middle step comes near", missing=NOT_OBSERVED),
@@ -144,16 +147,18 @@ TABLE_COLUMNS = {
 class Table:
     """A table of texts, whose first column names the row, with notes below it.
 
-    Without heads it is a list of notes. A table without rows, and a list without notes, is left out of a report.
+    Without heads it is code, or a list of notes. A table without rows, and a list without notes or code, is left out of
+    a report.
     """
 
     title: str
     heads: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     notes: Sequence[str] = ()
+    code: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.rows if self.heads else self.notes)
+        return bool(self.rows if self.heads else self.notes or self.code)
 
 
 def column(name: str) -> Column:
@@ -162,12 +167,14 @@ def column(name: str) -> Column:
 
 
 def written(row: Mapping[str, Any], name: str) -> str:
-    """Return the figure of a row in a column as text."""
+    """Return the figure of a row in a column as text, with its range if the row has one (`NAME_range`)."""
     shown = column(name)
     value = spread(row, name) if isinstance(row.get(name), list) else row.get(name)  # type: ignore[arg-type]
+    ends = row.get(f"{name}_range")
+    behind = f" ({shown.write(ends[0])}-{shown.write(ends[1])})" if ends else ""
     if shown.estimated and value is not None and row.get("predicted"):
-        return f"~{shown.write(value['median'] if isinstance(value, dict) else value)}"
-    return shown.write(value)
+        return f"~{shown.write(value['median'] if isinstance(value, dict) else value)}{behind}"
+    return f"{shown.write(value)}{behind}"
 
 
 def view(title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Table:

@@ -1,11 +1,16 @@
-"""The parts of a report of any preset, in reading order: title, warnings, failures, and sections."""
+"""The parts of a report of any preset, in reading order: title, alarms, tables, the line on the machine, and sections.
 
+The large numbers and the sentences are those of `sentences`.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llama.bench.report import tables
-from llama.bench.report.cells import CellView, cell_views
+from llama.bench.report import hand_in, tables
+from llama.bench.report.cells import CellView, cell_views, kind_names
 from llama.bench.report.columns import TABLE_COLUMNS, Table
+from llama.bench.report.derived import scatter
 from llama.bench.schema import Report, rows_of
 
 NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
@@ -15,6 +20,7 @@ TITLES = {
     "sweep": "What the KV cache saves as batch and length grow",
     "caches": "Kinds of KV cache: bytes, time and quality",
     "chat": "A conversation with its KV cache kept, prompts that begin alike, and sessions on disk",
+    "report": "What the KV cache saves and costs on this machine",
 }
 TERMS = [
     "in brackets: p10 and p90, the values below which 10 % and 90 % of the repetitions lie; a single value has none",
@@ -33,36 +39,47 @@ CHAT_TERMS = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: its tables, and the names of its pictures. A page folds tables if `folded`."""
+    """A part of a report: its tables, and the names of its pictures. A page folds it, open at first if `is_open`."""
 
     name: str
     tables: Sequence[Table]
     pictures: Sequence[str] = ()
-    folded: bool = True
+    is_open: bool = False
+
+
+def lead_tables(report: Report) -> list[Table]:
+    """Return the tables that are the result, which stand before everything but the large numbers."""
+    shown = [*tables.turn_tables(report), *tables.cache_tables(report)[:1], *tables.cell_tables(report)[:1]]
+    return [table for table in shown if table]
 
 
 def report_sections(report: Report) -> list[Section]:
-    """Return the report after its head, in reading order, without empty tables."""
+    """Return the report behind its sentences, in reading order, without empty tables."""
     has_details = report["preset"] not in ("caches", "chat")
     views = cell_views(report)
     noted = [f"{name_of(view, report)}: {note}" for view in views for note in view.row.get("notes", [])]
     notes = Table("", notes=[] if has_details else noted)
     steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
+    of_hand_in = [hand_in.text_table(report), hand_in.published_table(report)]
+    code = hand_in.code_tables() if report["preset"] == "report" else []
     found = [
-        Section("Kinds of cache", tables.cache_tables(report), ("kinds", "pareto")),
-        Section("A conversation, turn by turn", tables.turn_tables(report), folded=False),
-        Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report), folded=False),
-        Section("The table", tables.cell_tables(report), folded=False),
-        Section("Time and memory", [], ("time", "memory")),
+        Section("Kinds of cache", tables.cache_tables(report)[1:], ("kinds", "pareto"), is_open=True),
+        Section("Time and memory", tables.cell_tables(report)[1:], ("time", "memory"), is_open=True),
+        Section("Four texts, with the cache and without", of_hand_in[:1], is_open=True),
+        Section("The lines of code that differ", code, is_open=True),
+        Section("Beside the published tables", of_hand_in[1:], is_open=True),
+        Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report)),
         Section(steps, tables.step_tables(report), ("speedup", "steps")),
-        Section("Memory, work and text of each cell", [_details(view) for view in views if has_details]),
-        Section("Validity", [tables.validity_table(report), notes], folded=False),
-        Section("Where and how", [tables.environment_table(report)], folded=False),
+        Section("Memory and work of each cell", [_details(view) for view in views if has_details]),
+        Section("Noise, and what was not measured", [Table("", notes=[*noise(report), *left_out(report)])]),
+        Section("Validity", [tables.validity_table(report), notes]),
+        Section("Where and how", [tables.environment_table(report)]),
     ]
-    heads = {head for section in found for table in section.tables if table for head in table.heads}
+    shown = [*lead_tables(report), *(table for section in found for table in section.tables if table)]
+    heads = {head for table in shown for head in table.heads}
     terms = CHAT_TERMS if report["preset"] == "chat" else []
     words = [f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads]
-    found.append(Section("What the words mean", [Table("", notes=[*terms, *words, *TERMS])], folded=False))
+    found.append(Section("What the words mean", [Table("", notes=[*terms, *words, *TERMS])]))
     return [replace(one, tables=[table for table in one.tables if table]) for one in found]
 
 
@@ -79,14 +96,31 @@ def check_lines(view: CellView) -> list[str]:
 
 
 def _details(view: CellView) -> Table:
-    shown, text = cell_table(view), [f"text of the first row: {view.row['text']!a}"] if "text" in view.row else []
+    has_text = view.cell.text is not None and "text" in view.row  # not that behind random ids
+    shown, text = cell_table(view), [f"text of the first row: {view.row['text']!a}"] if has_text else []
     return replace(shown, notes=[*shown.notes, *check_lines(view), *view.row.get("notes", []), *text])
 
 
 def title(report: Report) -> str:
-    """Return the first line of the report, with a warning if its times are not reliable."""
-    about = TITLES.get(report["preset"], "A KV cache benchmark")
-    return f"{about}: {NOISY}" if is_noisy(report) else about
+    """Return the first line of the report."""
+    return TITLES.get(report["preset"], "A KV cache benchmark")
+
+
+def machine_line(report: Report) -> str:
+    """Return the one line about the machine: whether it was busy, how far times are off, and what is predicted."""
+    views, off_by = cell_views(report), math.sqrt(scatter(report))
+    seen = {check["status"] for view in views for check in view.checks if check["name"] == "other work"}
+    state = "busy" if is_noisy(report) else "idle" if seen == {"ok"} else ""
+    where = f"Measured on {'an' if state == 'idle' else 'a'} {state} machine"
+    words = [where if state else "The load of the machine was not observed"]
+    if state == "busy" or off_by > 1.05:
+        words[0] += ": times may be off"
+        words[0] += f" by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}" if off_by > 1.05 else ""
+    words.append("memory and tokens are exact")
+    if predicted := sum(view.is_predicted for view in views):
+        words.append(f"{predicted} of {len(views)} cells are predicted (~)")
+    missing = len(left_out(report)) - bool(predicted)
+    return f"{'; '.join(words)}{'; some figures were not measured' * (missing > 0)}."
 
 
 def is_noisy(report: Report) -> bool:
@@ -105,28 +139,32 @@ def byline(report: Report) -> list[str]:
     return [*names, *machine, report["started"][:16].replace("T", " ")]
 
 
-def warnings(report: Report) -> list[tuple[str, str]]:
-    """Return what a reader must not miss, each as a mark and a sentence: every violation, and all noise in one."""
-    views, found = cell_views(report), []
-    for status, mark in tables.MARKS.items():
-        seen = [(name_of(view, report), check) for view in views for check in view.checks if check["status"] == status]
-        if status == "noisy" and len(seen) > 1:
-            names = ", ".join(name for name, _ in seen)
-            which = "all cells" if len(seen) == len(views) else f"{len(seen)} of {len(views)} cells ({names})"
-            found.append((mark, f"other work changed the times of {which}; bytes and tokens are not affected"))
-        else:
-            found += [(mark, f"{name}: {tables.check_words(check)}") for name, check in seen]
-    return found
+def alarms(report: Report) -> list[tuple[str, str]]:
+    """Return what a reader must see before any figure, each as a mark and a sentence: violations, and dead cells."""
+    views, mark = cell_views(report), tables.MARKS["violated"]
+    seen = [(view, check) for view in views for check in view.checks if check["status"] == "violated"]
+    found = [(mark, f"{name_of(view, report)}: {tables.check_words(check)}") for view, check in seen]
+    return [*found, *(("", f"{name_of(view, report)} {view.outcome}") for view in views if view.row.get("error"))]
+
+
+def noise(report: Report) -> list[str]:
+    """Return what other work did to the times, in one sentence if it met several cells."""
+    views, mark = cell_views(report), tables.MARKS["noisy"]
+    seen = [(name_of(view, report), check) for view in views for check in view.checks if check["status"] == "noisy"]
+    if len(seen) > 1:
+        which = f"{len(seen)} of {len(views)} cells ({', '.join(name for name, _ in seen)})"
+        which = "all cells" if len(seen) == len(views) else which
+        return [f"{mark} other work changed the times of {which}; bytes and tokens are not affected"]
+    return [f"{mark} {name}: {tables.check_words(check)}" for name, check in seen]
 
 
 def name_of(view: CellView, report: Report) -> str:
-    """Return what the report calls a cell: of kinds of cache, the kind as its tables and its jobs name it."""
-    return view.cell.kv_cache if report["preset"] == "caches" else view.label
+    """Return what the report calls a cell: of kinds of cache, the one name of the kind."""
+    return kind_names(report)[view.index] if report["preset"] == "caches" else view.label
 
 
-def failures(report: Report) -> list[str]:
-    """Return a sentence for each cell that died or was refused, and for all else that was not measured."""
-    cells = [f"{name_of(view, report)} {view.outcome}" for view in cell_views(report) if view.row.get("error")]
-    left_out = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
+def left_out(report: Report) -> list[str]:
+    """Return a sentence for all that had no room in the budget, and for all else that was not measured."""
+    left = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
     others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
-    return [*cells, *others, *([f"{NO_ROOM} for {'; '.join(left_out)}"] if left_out else [])]
+    return [*others, *([f"{NO_ROOM} for {'; '.join(left)}"] if left else [])]

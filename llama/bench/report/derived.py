@@ -8,14 +8,48 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from llama.bench.report.cells import groups
-from llama.bench.schema import Report, Row, cell_of, pairs, rows_of
-from llama.bench.statistics import Spread, percentiles, spread
+from llama.bench.report.cells import CellView, groups
+from llama.bench.schema import Report, Row, cell_of, is_measured, pairs, rows_of
+from llama.bench.statistics import LEAST_REPETITIONS, WIDE, Spread, percentiles, spread
 
 _LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
 LEAST_LENGTHS = 3  # an exponent fits any two
 
 Derived = dict[str, Any]
+
+
+def scatter(report: Report) -> float:
+    """Return how many times longer a time was at one moment than at another: the largest p90 over p10.
+
+    Of the repetitions of each cell, and of the steps with the cache, which all do about the same work.
+    """
+    rows = [(cell_of(report, row).kv_caching, row) for row in rows_of(report, "cell") if is_measured(row)]
+    timed = [(row, name) for on, row in rows for name in ("seconds", "step_seconds")[: 1 + on]]
+    timed += [(row, "step_seconds") for row in rows_of(report, "step") if row["kv_caching"]]
+    found = [one["p90"] / one["p10"] for one in (spread(row, name) for row, name in timed) if one and one["p10"] > 0]
+    return max(found, default=1.0)
+
+
+def seconds_of(view: CellView, scattered: float) -> Spread | None:
+    """Return the time of a cell with the range in which it is expected again.
+
+    That is p10 to p90 of enough repetitions. Of fewer it is as wide as the report's `scatter`, and of a predicted time
+    the prediction divided and multiplied by `within`.
+    """
+    found = spread(view.row, "seconds")
+    if found is None or found["n"] >= LEAST_REPETITIONS:
+        return found
+    off_by = view.row.get("within", 1.0) if view.is_predicted else math.sqrt(scattered)
+    low, high = found["median"] / off_by, found["median"] * off_by
+    return {**found, "p10": min(low, found["p10"]), "p90": max(high, found["p90"])}
+
+
+def ratio_range(slow: Spread, fast: Spread) -> tuple[float, float] | None:
+    """Return the range of a ratio of two times, whose errors are independent; None if it is not WIDE."""
+    factor = slow["median"] / fast["median"]
+    low = math.hypot(math.log(slow["median"] / slow["p10"]), math.log(fast["p90"] / fast["median"]))
+    high = math.hypot(math.log(slow["p90"] / slow["median"]), math.log(fast["median"] / fast["p10"]))
+    return (factor / math.exp(low), factor * math.exp(high)) if low + high > math.log(WIDE) else None
 
 
 def counts(*spreads: Spread | None) -> str:
@@ -25,13 +59,15 @@ def counts(*spreads: Spread | None) -> str:
 
 def saved(report: Report) -> list[Derived]:
     """Return what the cache saves and costs in each pair of cells, measured or predicted."""
-    found = []
+    found, scattered = [], scatter(report)
     for on, off in (group for group in groups(report) if len(group) == 2):
         row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": on.is_predicted}
         row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
         for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
             fast, slow = on.median(column), off.median(column)
             row[name] = slow / fast if fast and slow else None
+        times = seconds_of(on, scattered), seconds_of(off, scattered)
+        row["times_faster_range"] = ratio_range(times[1], times[0]) if times[0] and times[1] else None
         peaks = on.median("tensor_peak_bytes"), off.median("tensor_peak_bytes")
         row["more_bytes"] = None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1]
         fed = on.row.get("token_forwards"), off.row.get("token_forwards")

@@ -14,19 +14,21 @@ STEPS_FILE = "watch.html"
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.md, table.csv, results.json, page.html and plots/*.png, and return their paths.
+    """Write report.md, table.csv, results.json, report.html and plots/*.png; return all paths in the folder.
 
     Each file is replaced as a whole. Raises ValueError before anything is written if a figure is not a number, and
     OSError if the folder cannot be written.
     """
     results = write_json(report, folder / "results.json")  # first: everything else can be made from it
+    drawn, steps = figures(report), steps_of(folder)
     files = {
-        "report.md": report_markdown(report).encode(),
+        "report.md": report_markdown(report, drawn).encode(),
         "table.csv": report_csv(report).encode(),
-        "page.html": report_page(report, steps_of(folder)).encode(),
+        "report.html": report_page(report, drawn, steps).encode(),
     }
-    files |= {f"plots/{name}.png": as_png(figure) for name, figure in figures(report).items()}
-    return [results, *(replace_file(folder / name, content) for name, content in files.items())]
+    files |= {f"plots/{name}.png": as_png(figure) for name, figure in drawn.items()}
+    written = [replace_file(folder / name, content) for name, content in files.items()]
+    return [results, *written, *([folder / STEPS_FILE] if steps is not None else [])]
 
 
 def keep_steps(folder: Path, steps: str) -> None:

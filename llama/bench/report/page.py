@@ -3,31 +3,35 @@
 Only a recorded generation has a script, which runs in a sandboxed frame.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from llama.bench.report.columns import Table
-from llama.bench.report.contents import byline, failures, report_sections, title, warnings
+from llama.bench.report.contents import alarms, byline, lead_tables, machine_line, report_sections, title
 from llama.bench.report.plots.canvas import as_svg, heading
-from llama.bench.report.plots.pictures import figures
+from llama.bench.report.sentences import headline
 from llama.bench.schema import Report
 from llama.host import palette
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def report_page(report: Report, steps: str | None = None) -> str:
-    """Return the report as one HTML page; `steps` is the page of a recorded generation to put into it."""
-    drawn = _pictures(report)
-    body = [_head(report)]
+
+def report_page(report: Report, figures: Mapping[str, "Figure"], steps: str | None = None) -> str:
+    """Return the report as one HTML page with its pictures; `steps` is the page of a recorded generation in it."""
+    drawn = {name: _picture(name, figure) for name, figure in figures.items()}
+    body = [_head(report), *map(_table, lead_tables(report)), f'<p class="machine">{escape(machine_line(report))}</p>']
+    body.append(f'<div class="lead">{"".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])}</div>')
     for section in report_sections(report):
         pictures = [drawn[name] for name in section.pictures if name in drawn]
-        tables = [_table(table, folded=section.folded) for table in section.tables]
-        body += [_wrapped(section.name, [*pictures, *tables])] if pictures or section.tables else []
+        parts = [*pictures, *map(_table, section.tables)]
+        body += [_folded(section.name, parts, is_open=section.is_open)] if parts else []
     if steps is not None:
         # In a frame, whose script cannot reach anything outside it.
         frame = '<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="'
-        body.append(_wrapped("Step by step", [f'{frame}{escape(steps)}"></iframe>']))
+        body.append(_folded("Step by step", [f'{frame}{escape(steps)}"></iframe>'], is_open=False))
     style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
@@ -40,40 +44,40 @@ def report_page(report: Report, steps: str | None = None) -> str:
 
 
 def _head(report: Report) -> str:
-    lines = [f"<p><b>{mark}</b> {escape(line)}</p>" for mark, line in warnings(report)]
-    lines += [f"<p>{escape(line)}</p>" for line in failures(report)]
-    alarm = f'<div class="alarm">{"".join(lines)}</div>' if lines else ""
-    lead = "".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])
+    lines = [f"<p><b>{mark}</b> {escape(line)}</p>" for mark, line in alarms(report)]
+    alarm = f'<div class="alarm">{"".join(lines)}</div>\n' if lines else ""
+    numbers = "".join(f"<p><b>{escape(number)}</b>{escape(words)}</p>" for number, words in headline(report))
     below = escape(" · ".join(byline(report)))
-    return f'<h1>{escape(title(report))}</h1>\n<p class="byline">{below}</p>\n{alarm}\n<div class="lead">{lead}</div>'
+    return f"""<h1>{escape(title(report))}</h1>
+<p class="byline">{below}</p>
+{alarm}<div class="numbers">{numbers}</div>"""
 
 
-def _wrapped(name: str, parts: Sequence[str]) -> str:
-    return "\n".join([f"<section>\n<h2>{escape(name)}</h2>", *parts, "</section>"])
+def _folded(name: str, parts: Sequence[str], *, is_open: bool) -> str:
+    return "\n".join(
+        [f"<details{' open' * is_open}>\n<summary><h2>{escape(name)}</h2></summary>", *parts, "</details>"]
+    )
 
 
-def _pictures(report: Report) -> dict[str, str]:
-    """Return every picture by its name; on a narrow page it scrolls."""
-    drawn = {}
-    for name, figure in figures(report).items():
-        named = f'<svg role="img" aria-label="{escape(heading(figure))}"'
-        drawn[name] = f"<figure>\n{as_svg(figure, salt=name).replace('<svg', named, 1)}\n</figure>"
-    return drawn
+def _picture(name: str, figure: "Figure") -> str:
+    """Return a picture for the page; on a narrow one it scrolls."""
+    named = f'<svg role="img" aria-label="{escape(heading(figure))}"'
+    return f'<figure tabindex="0">\n{as_svg(figure, salt=name).replace("<svg", named, 1)}\n</figure>'
 
 
-def _table(table: Table, *, folded: bool) -> str:
-    if folded:
-        shown = _table(replace(table, title=""), folded=False)
-        return f"<details><summary>{escape(table.title)}</summary>\n{shown}\n</details>"
+def _table(table: Table) -> str:
     notes = f"<ul>{''.join(f'<li>{_marked(line)}</li>' for line in table.notes)}</ul>" if table.notes else ""
+    notes += f'<div class="scroll"><pre>{escape(table.code)}</pre></div>' if table.code else ""
     above = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
     if not table.heads:
         return above + notes
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in table.heads)
     rows = "\n".join(f"<tr>{''.join(f'<td>{_marked(text)}</td>' for text in row)}</tr>" for row in table.rows)
     kind = "scroll wide" if len(table.heads) > 11 else "scroll facts" if len(table.heads) == 2 else "scroll"
+    kind += " prose" * any(len(text) > 60 for row in table.rows for text in row[:-1])
     drawn = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-    return f'{above}<div class="{kind}">{drawn}</div>{notes}'
+    reached = f'tabindex="0" role="region" aria-label="{escape(table.title or "table")}"'  # to scroll it by keys
+    return f'{above}<div class="{kind}" {reached}>{drawn}</div>{notes}'
 
 
 def _marked(text: str) -> str:
@@ -82,9 +86,9 @@ def _marked(text: str) -> str:
         return f'<span class="{text}">{text}</span>'
     if text.startswith(("VIOLATED", "NOISY", "died", "refused")):
         return f'<span class="bad">{escape(text)}</span>'
-    if text.startswith(("not ", "~", "predicted")):
-        return f'<span class="muted">{escape(text)}</span>'
     figure, bracket, rest = text.partition(" (")
-    if bracket and rest.endswith(")") and figure.replace(".", "").isdigit():
-        return f"{escape(figure)}<small>{escape(rest[:-1])}</small>"
-    return escape(text)
+    if bracket and rest.endswith(")") and figure.strip("~x").replace(".", "").isdigit():
+        figure = f"{escape(figure)}<small>{escape(rest[:-1])}</small>"
+    else:
+        figure = escape(text)
+    return f'<span class="muted">{figure}</span>' if text.startswith(("not ", "~", "predicted")) else figure

@@ -1,11 +1,15 @@
-"""The sentences at the head of a report. They name predicted figures as such, and omit what was not measured."""
+"""The numbers and sentences at the head of a report.
+
+They name predicted figures as such, say how wide a ratio is, and omit what was not measured.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llama.bench.report.cells import cell_views
+from llama.bench.report.cells import cell_views, kind_names
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
 from llama.bench.report.derived import crossovers, growth, saved, unbeaten
+from llama.bench.report.peak import peak_words
 from llama.bench.report.tables import comparison_words, kind_rows, ways_of
 from llama.bench.schema import Report, Row, cell_of, cell_row, rows_of
 from llama.bench.schema import pairs as pairs_of
@@ -21,16 +25,18 @@ def findings(report: Report) -> list[str]:
         return list(_kinds(report))
     if report["preset"] == "chat":
         return list(_turns(report))
+    if report["preset"] == "report":
+        return list(_hand_in(report))
     pairs = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
     measured = [row for row in pairs if not row["predicted"]]
-    lead = max(measured, key=lambda row: row["batch_size"], default=None)  # the plain path comes first
-    found = [_pair(report, row) for row in sorted(measured, key=lambda row: row is not lead)]
+    found = [_pair(report, row) for row in measured]
     if left := [row for row in pairs if row["predicted"]]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
+        ends = [end for row in left for end in row["times_faster_range"] or [row["times_faster"]]]
         factors = range_faster([row["times_faster"] for row in left])
-        found.append(
-            f"Batch {batches} with the KV cache: predicted {factors}; the budget was too small for a measurement."
-        )
+        words = f" ({least_to_most(ends, '.2g')})" if len(ends) > len(left) else ""
+        why = "the budget was too small for a measurement"
+        found.append(f"Batch {batches} with the KV cache: predicted {factors}{words}; {why}.")
     found += [_with_guesses(report, on, plain) for on, plain in pairs_of(report) if cell_of(report, on).speculate]
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
@@ -39,9 +45,70 @@ def findings(report: Report) -> list[str]:
     return found
 
 
-def faster(factor: float) -> str:
-    """Return a ratio of times as words: 24 times faster, 2.5 times slower."""
-    return f"{max(factor, 1 / factor):.2g} times {'faster' if factor >= 1 else 'slower'}"
+def headline(report: Report) -> list[tuple[str, str]]:
+    """Return up to three large numbers, each with the words below it: what the cache does to time, memory and tokens.
+
+    Of the largest measured pair, of the smallest kind that was judged, or of the last turn of a conversation.
+    """
+    if report["preset"] == "caches":
+        return _headline_of_kinds(report)
+    if report["preset"] == "chat":
+        return _headline_of_turns(report)
+    row = _lead_pair(report)
+    if row is None:
+        return []
+    on, off, ends, more = row["on_view"], row["off_view"], row["times_faster_range"], row["more_bytes"]
+    factor = (range_faster(ends) if ends else faster(row["times_faster"])).replace(" times", "x")
+    times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
+    words = f"batch {row['batch_size']} with the cache{', predicted' * row['predicted']}: {times}"
+    found = [(f"{'~' * row['predicted']}{factor}", words)]
+    if more is not None:
+        found.append((f"{'+' if more >= 0 else '-'}{megabytes(abs(more))} MB", "memory at the peak, with the cache"))
+    if same := rows_of(report, "comparison", on.index) or rows_of(report, "text"):
+        equal, tokens = all(one["equal"] for one in same), sum(one["tokens"] for one in same)
+        found.append((f"same {tokens} tokens" if equal else f"other tokens, of {tokens}", "with the cache and without"))
+    return found
+
+
+def _lead_pair(report: Report) -> dict[str, Any] | None:
+    """Return the largest measured pair of ours, on the plain path if it ran; without one, the first predicted one."""
+    rows = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
+    measured = [row for row in rows if not row["predicted"]]
+    return max(measured, key=lambda row: row["batch_size"], default=next(iter(rows), None))
+
+
+def _headline_of_kinds(report: Report) -> list[tuple[str, str]]:
+    rows = [row for row in kind_rows(report) if row["of_full"] is not None and row["judged"]]
+    row = min(rows, key=lambda row: row["of_full"], default=None)
+    if row is None:
+        return []
+    full = kind_names(report)[0]
+    return [
+        (f"{row['of_full']:.2f} of the bytes", f"{row['kind']} against {full}, at {row['context']:,} tokens"),
+        (f"{row['top1_agreement']:.2%} same", f"most likely token, of {row['tokens']:,} positions"),
+        (f"{row['mean_kl']:.2g} nats", "mean KL divergence"),
+    ]
+
+
+def _headline_of_turns(report: Report) -> list[tuple[str, str]]:
+    views, found = cell_views(report), list[tuple[str, str]]()
+    last = {way: rows[-1] for (_, way), rows in reversed(ways_of(report).items()) if views[rows[-1]["cell"]].is_ours}
+    if (kept := last.get("kept")) is None:
+        return []
+    for way, words in (("rebuilt", "than with the cache rebuilt"), ("off", "than without a cache")):
+        if way in last:
+            factor = median_of(last[way], "first_token_seconds") / median_of(kept, "first_token_seconds")
+            found.append((faster(factor).replace(" times", "x"), f"first token of turn {kept['turn'] + 1}, {words}"))
+    return [*found, (f"{megabytes(kept['cache_bytes'])} MB", "of cache are kept")]
+
+
+def faster(factor: float, ends: tuple[float, float] | None = None) -> str:
+    """Return a ratio of times as words, and its range if that is wide: 24 times faster, 6 times faster (3 to 12)."""
+    words = f"{max(factor, 1 / factor):.2g} times {'faster' if factor >= 1 else 'slower'}"
+    if ends is None:
+        return words
+    low, high = ends if factor >= 1 else (1 / ends[1], 1 / ends[0])
+    return f"{words} ({low:.2g} to {high:.2g})"
 
 
 def range_faster(factors: Sequence[float]) -> str:
@@ -64,14 +131,15 @@ def crossover_words(report: Report) -> str:
     never = ", ".join(str(one["batch_size"]) for one in found if not one["context"])
     if not pays:
         return "A step is not faster with the cache at any context that was tried" if found else ""
-    words = f"A step is faster with the cache from a context of {least_to_most(pays)} tokens on"
+    rule = "p90 with it below p10 without"
+    words = f"A step is faster with the cache from a context of {least_to_most(pays)} tokens on ({rule})"
     return f"{words}, not at batch {never}" if never else words
 
 
 def _pair(report: Report, row: dict[str, Any]) -> str:
     """Return the sentence of one pair: 24 times faster, 188 MB more memory, the same 512 tokens."""
     on, off, more = row["on_view"], row["off_view"], row["more_bytes"]
-    parts = [faster(row["times_faster"])]
+    parts = [faster(row["times_faster"], row["times_faster_range"])]
     if more is not None and abs(more) > 0.05 * MB:
         parts.append(f"{megabytes(abs(more))} MB {'more' if more >= 0 else 'less'} memory")
         logits = off.line("logits") if on.cell.logits == "all" else None
@@ -105,7 +173,7 @@ def share_of_full(row: dict[str, Any], full: str, form: str) -> str:
 def _kinds(report: Report) -> Iterator[str]:
     """Yield a sentence for each lossy kind; if they are many, only for those that no other kind beats."""
     known = [row for row in kind_rows(report) if row["of_full"] is not None and not row.get("predicted")]
-    full = report["cells"][0]["kv_cache"]
+    full = kind_names(report)[0]
     rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
     if len(rows) > _MOST_KINDS:
         judged = [row for row in known if row["judged"]]
@@ -124,6 +192,36 @@ def _kinds(report: Report) -> Iterator[str]:
             yield f"{words}; its quality is {NOT_JUDGED}: it has dropped or compressed nothing there."
     if beaten:
         yield f"Beaten by another kind in bytes or agreement, and not better in either: {', '.join(beaten)}."
+
+
+def _hand_in(report: Report) -> Iterator[str]:
+    """Yield three sentences with this machine's figures: on time, on memory, and on when not to cache."""
+    rows, row = [row for row in saved(report) if row["times_faster"]], _lead_pair(report)
+    if row is None:
+        return
+    on, off = row["on_view"], row["off_view"]
+    times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
+    words = f"Time: at batch {row['batch_size']} the job is {'predicted to be ' * row['predicted']}"
+    words += f"{faster(row['times_faster'], row['times_faster_range'])} with the cache, {times}: "
+    words += f"{on.row['token_forwards']:,} instead of {off.row['token_forwards']:,} tokens go through the model, "
+    words += f"{row['less_work']:.0f} times less work"
+    less = row["times_faster"] < row["less_work"]
+    yield f"{words}, but each step must read all weights, for one token or for many." if less else f"{words}."
+    costs = [(one["batch_size"], one["more_bytes"]) for one in rows if one["more_bytes"] is not None]
+    position = on.row["cache_bytes"] // (on.cell.batch_size * on.cell.total_len)
+    words = listed(
+        [f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}" for batch, more in costs]
+    )
+    yield (
+        f"Memory: with the cache the peak is {words}. It stores {position:,} bytes for each token of each row. "
+        f"{peak_words(on)}."
+    )
+    firsts = [in_seconds(one.median("first_token_seconds")) for one in (on, off)]
+    yield (
+        f"When not to cache: if the keys and values are not read again. The first token takes {firsts[0]} with the "
+        f"cache and {firsts[1]} without, so one new token, scoring a known text and training gain nothing; and if "
+        "memory is short and time is not."
+    )
 
 
 def _turns(report: Report) -> Iterator[str]:

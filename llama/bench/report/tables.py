@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.report.cells import CellView, cell_views, in_table_order
+from llama.bench.report.cells import CellView, cell_views, in_table_order, kind_names
 from llama.bench.report.columns import (
     NOT_JUDGED,
     NOT_MEASURED,
@@ -26,6 +26,7 @@ from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
 
+REPORT_COLUMNS = ("seconds", "first_token_seconds", "tensor_peak_bytes", "cache_bytes", "token_forwards", "n")
 CELL_COLUMNS = (
     *("seconds", "first_token_seconds", "step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
     *("tensor_peak_bytes", "resident_peak_bytes", "cache_bytes", "token_forwards", "n"),
@@ -58,18 +59,21 @@ def cell_tables(report: Report) -> list[Table]:
     names = ["batch_size", "kv_caching", "threads", *varying, *["path"] * (len(paths) > 1)]
     names += [*["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
     names[-1:-1] = GUESS_COLUMNS * any(one.cell.speculate for one in views)
+    names = [*names[:2], *REPORT_COLUMNS] if report["preset"] == "report" else names
     rows: list[dict[str, Any]] = []
     for one, cell in zip(views, cells, strict=True):
         share = agreed.get(one.cell.rounding)
         rounded = NOT_MEASURED if share is None else f"{share:.2%}"
         own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": repetitions(one)}
         row = {**cell, **one.row, **own, "threads": report["environment"].get("threads")}
+        if within := one.row.get("within"):
+            row["seconds_range"] = one.median("seconds") / within, one.median("seconds") * within
         rows.append(row if row.get("seconds") else {**row, "seconds": one.outcome.partition(":")[0]})
     notes = [f"{one.label} {one.outcome}" for one in views if one.row.get("error")]
     if any(one.is_predicted for one in views):
         notes.append(
             "~ and predicted: the budget was too small to measure the cell. Its times follow from the measured speed "
-            "of one row, its bytes from the model's sizes."
+            "of one row, their range from how much measured times vary, its bytes from the model's sizes."
         )
     highest = [words for words in [peak_sentence(report)] if words]
     saves = view("What the cache saves", SAVED_COLUMNS, saved(report), highest)
@@ -169,7 +173,8 @@ def validity_table(report: Report) -> Table:
     names = dict.fromkeys(check["name"] for one in views for check in one.checks)
     seen = [{check["name"]: check_mark(check) for check in one.checks} for one in views]
     if report["preset"] == "caches":
-        marks = [[one.cell.kv_cache, *map(checks.get, names)] for one, checks in zip(views, seen, strict=True)]
+        kinds = kind_names(report)
+        marks = [[kinds[one.index], *map(checks.get, names)] for one, checks in zip(views, seen, strict=True)]
         rows = [[mark or NOT_OBSERVED for mark in row] for row in marks]
         return Table("Did each kind act?", ["kind", *names], rows)
     rows = [[name, *(checks.get(name, NOT_OBSERVED) for checks in seen)] for name in names]
@@ -199,9 +204,9 @@ def cache_tables(report: Report) -> list[Table]:
     """Return a row for each kind of cache at one length, one for each context, and the scores of tasks."""
     if report["preset"] != "caches":
         return []
-    steps = [{**row, "kind": cell_of(report, row).kv_cache} for row in rows_of(report, "step")]
+    names = kind_names(report)
+    steps = [{**row, "kind": names[row["cell"]]} for row in rows_of(report, "step")]
     known = {row["kind"]: _as_text(row) for row in kind_rows(report)}
-    names = [cell["kv_cache"] for cell in report["cells"]]
     kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
     notes = [
         f"{row['kind']} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
@@ -227,9 +232,9 @@ def kind_rows(report: Report) -> list[dict[str, Any]]:
     `full_predicted`.
     """
     full = next(iter(rows_of(report, "quality", 0)), None)
-    found = []
+    found, names = [], kind_names(report)
     for row in sorted(rows_of(report, "quality"), key=lambda row: row["cell"]):
-        shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache, "cache_bytes": _stored_bytes(row)}
+        shown: dict[str, Any] = {**row, "kind": names[row["cell"]], "cache_bytes": _stored_bytes(row)}
         shown["of_full"] = None if full is None else _stored_bytes(row) / _stored_bytes(full)
         shown["full_predicted"] = full is not None and bool(full.get("predicted"))
         found.append(shown | ({"judged": False} if row.get("predicted") else _quality_of(row)))
@@ -271,8 +276,8 @@ def _kind_notes(report: Report) -> Iterator[str]:
             f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
             "its savings cost; give a larger --budget, or a kind that stores less."
         )
-    views = cell_views(report)
-    widened = [one.cell.kv_cache for one in views if one.row.get("quantized") and one.path.startswith("plain")]
+    views, names = cell_views(report), kind_names(report)
+    widened = [names[one.index] for one in views if one.row.get("quantized") and one.path.startswith("plain")]
     if widened:
         yield (
             f"On the plain path a quantised cache is widened as a whole at every step ({', '.join(widened)}): this "
@@ -342,6 +347,9 @@ def environment_table(report: Report) -> Table:
     rows = [["command", report["command"]], ["started", report["started"]]]
     if report["budget_minutes"] is not None:
         rows.append(["budget", f"{report['budget_minutes']:g} minutes"])
+    whole = [cell["kv_cache"] for cell in report["cells"]]
+    if from_files := [kind for kind, name in zip(whole, kind_names(report), strict=True) if kind != name]:
+        rows.append(["kinds from files", ", ".join(dict.fromkeys(from_files))])
     rows += [[f"model {name}".removesuffix(" name"), value] for name, value in _named(report["model"] or {})]
     rows += _named(report["environment"])
     if (ceilings := report["ceilings"]) is not None:

@@ -5,8 +5,9 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
+from llama.bench.report.cells import kind_names
 from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, least_to_most, view
-from llama.bench.schema import Report, Row, cell_of, rows_of
+from llama.bench.schema import Report, Row, rows_of
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
 WAYS = ("", "_question_seen")
@@ -55,7 +56,7 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 def _as_text(report: Report, row: Row, full: Row | None) -> dict[str, Any]:
     """Return a row of the table. `full`: the row of the first kind for the same task and length."""
-    shown: dict[str, Any] = {**row, "kind": cell_of(report, row).kv_cache}
+    shown: dict[str, Any] = {**row, "kind": kind_names(report)[row["cell"]]}
     shown |= {"context": "as in the file"} if row["context"] is None else {}
     for way in WAYS:
         scores = row[f"scores{way}"]

@@ -2,23 +2,27 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import Column, Table, column, written
 from llama.bench.report.contents import (
     NOISY,
+    alarms,
     byline,
     cell_table,
     check_lines,
-    failures,
     is_noisy,
+    lead_tables,
+    left_out,
+    machine_line,
+    noise,
     report_sections,
     title,
-    warnings,
 )
 from llama.bench.report.derived import fits, growth
+from llama.bench.report.sentences import headline
 from llama.bench.report.tables import CELL_COLUMNS, GUESS_COLUMNS, on_or_off, repetitions, result_tables
 from llama.bench.schema import KEYS, REPEATED, Report
 from llama.bench.statistics import spread
@@ -44,7 +48,7 @@ def cell_text(report: Report, index: int) -> str:
             f"Tokens per second: {row['tokens_per_second']:.2f}",
             f"Model weights memory usage: {in_megabytes(row.get('weights_bytes'))}",
             f"Peak memory usage: {in_megabytes(view.median('tensor_peak_bytes'))}",
-            *("", "=== Sample Output ===", text, ""),
+            *(("", "=== Sample Output ===", text, "") if cell.text is not None else ()),  # not of random ids
             f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
             f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{threads}",
             *(f"{column(name).head}: {written(view.row, name)}" for name in names),
@@ -55,28 +59,35 @@ def cell_text(report: Report, index: int) -> str:
 
 
 def table_markdown(report: Report) -> str:
-    """Return the tables for the terminal in Markdown; those that were measured under load say so first."""
-    first = [f"{NOISY}\n"] if is_noisy(report) else []
-    return "\n".join([*first, *map(markdown, result_tables(report))])
+    """Return the tables for the terminal in Markdown, and the line about the machine behind them."""
+    return "\n".join([*map(markdown, result_tables(report)), f"{machine_line(report)}\n"])
 
 
-def report_markdown(report: Report) -> str:
-    """Return the whole report, what follows from the figures first."""
+def report_markdown(report: Report, pictures: Collection[str] = ()) -> str:
+    """Return the whole report, the result first; `pictures` are the names of those in the folder plots/."""
     parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report)))]
-    parts += [f"**{mark}** {_safe(line)}" for mark, line in warnings(report)]
-    parts += [*(f"**{_safe(line)}**" for line in failures(report)), *map(_safe, report["reading"])]
-    for section in (one for one in report_sections(report) if one.tables):
-        parts += [f"## {_safe(section.name)}", *map(markdown, section.tables)]
+    parts += [f"**{mark}** {_safe(line)}" if mark else f"**{_safe(line)}**" for mark, line in alarms(report)]
+    parts += [" · ".join(f"**{_safe(number)}** ({_safe(words)})" for number, words in headline(report))]
+    parts += [*map(markdown, lead_tables(report)), _safe(machine_line(report)), *map(_safe, report["reading"])]
+    parts = [part for part in parts if part]
+    if report["preset"] == "report":
+        parts += ["## In my own words", "(Replace this line.)"]
+    for section in report_sections(report):
+        shown = [f"![{name}](plots/{name}.png)" for name in section.pictures if name in pictures]
+        shown += map(markdown, section.tables)
+        parts += [f"## {_safe(section.name)}", *shown] if shown else []
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def warnings_text(report: Report) -> list[str]:
-    """Return what a reader must not miss, for the terminal: violations, noise, and cells without figures."""
-    return [f"{mark} {line}" for mark, line in warnings(report)] + failures(report)
+    """Return what a reader must not miss, for the terminal: violations, dead cells, noise, and what was left out."""
+    return [*(f"{mark} {line}".strip() for mark, line in alarms(report)), *noise(report), *left_out(report)]
 
 
 def markdown(shown: Table) -> str:
-    """Return one table, with its notes below."""
+    """Return one table, with its notes below, or the code or the notes that stand in its place."""
+    if shown.code:
+        return f"{_safe(shown.title)}:\n\n```python\n{shown.code}\n```\n"
     if not shown.heads:
         return f"**{_safe(shown.title)}**\n\n{_listed(shown.notes)}" if shown.title else _listed(shown.notes)
     rows = [[_safe(text) for text in row] for row in shown.rows]

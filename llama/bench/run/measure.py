@@ -46,7 +46,7 @@ def measure(cell: Cell, opened: Opened, *, trace: bool = True) -> list[Row]:
     row |= {"seconds": [times[-1] - times[0]], "first_token_seconds": [times[1] - times[0]]}
     row["step_seconds"] = [_later_seconds(cell, run)]
     if trace and device.type == "cpu" and run.logits_bytes is not None:  # otherwise the engine is not PyTorch's
-        traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run))
+        traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, run.ids))
         row["tensor_peak_bytes"] = [engine.weights_bytes + traced]
     row["notes"] = notes(cell, weights=opened.facts["weights"])
     row |= {"weights_bytes": engine.weights_bytes, "cache_bytes": run.cache_bytes}
@@ -75,12 +75,13 @@ def _guesses(cell: Cell, run: Run, token_forwards: int) -> Row:
     return {"token_forwards": fed, "proposed": [run.proposed], "accepted": [accepted]}
 
 
-def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str) -> list[Row]:
+def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str, *, within: float) -> list[Row]:
     """Return the row of a cell that was not measured, with the predicted seconds of its forwards on a path.
 
-    A cell of ours also gets its predicted memory and its work.
+    within: the times are expected between the predicted ones divided and multiplied by it. A cell of ours also gets
+    its predicted memory and its work.
     """
-    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True, "path": path}
+    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True, "within": within, "path": path}
     row |= {"seconds": [sum(seconds)], "first_token_seconds": [seconds[0]], "step_seconds": [list(seconds[1:])]}
     if cell.engine != "llama":
         return [row]
@@ -88,6 +89,28 @@ def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: s
     row |= {"weights_bytes": predicted.weights, "tensor_peak_bytes": [predicted.total]}
     row |= {"cache_bytes": _cache_at_end(source.args, cell), **make_work(cell, source.args, stored=source.stored)}
     return [row, *make_ledger(source.args, cell, predicted)]
+
+
+def measure_peak(cell: Cell, opened: Opened) -> list[Row]:
+    """Run the largest forwards of a cell alone, and return the row of its peak, predicted and measured."""
+    engine, device = opened.engine, torch.device(cell.device)
+    prompts, new = make_prompts(cell, engine), [[0] * cell.output_len] * cell.batch_size  # of any ids
+    if device.type == "cpu":
+        peak: int | None = engine.weights_bytes + tensor_peak(lambda: _largest_forwards(cell, engine, prompts, new))
+    else:
+        reset_peaks(device)
+        _largest_forwards(cell, engine, prompts, new)
+        peak = peaks(device).get("tensor_peak_bytes")
+    predicted = predict(engine.args, cell, workspace=workspace(device), stored=opened.stored).total
+    mode = {"figures": "peak", "kv_caching": cell.kv_caching}
+    return [{**mode, "predicted_bytes": predicted, "measured_bytes": peak}]
+
+
+def predicted_peak(cell: Cell, source: Source) -> list[Row]:
+    """Return the row of a peak that was not measured."""
+    predicted = predict(source.args, cell, workspace=workspace(source.device), stored=source.stored).total
+    mode = {"figures": "peak", "kv_caching": cell.kv_caching, "predicted": True}
+    return [{**mode, "predicted_bytes": predicted, "measured_bytes": None}]
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:
@@ -158,10 +181,10 @@ def _cache_at_end(args: ModelArgs, cell: Cell) -> int:
     return reserved_cache_bytes(args.share(cell.ranks), cell, cell.total_len - 1) if cell.kv_caching else 0
 
 
-def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], run: Run) -> None:
+def _largest_forwards(cell: Cell, engine: Engine, prompts: Sequence[list[int]], new: Sequence[Sequence[int]]) -> None:
     """Run the forwards of the peak: the last two without the cache, the first two with a static one."""
     if not cell.kv_caching and cell.output_len >= 2:
-        nearly = [prompt + ids[: cell.output_len - 2] for prompt, ids in zip(prompts, run.ids, strict=True)]
+        nearly = [[*prompt, *ids[: cell.output_len - 2]] for prompt, ids in zip(prompts, new, strict=True)]
         engine.run(nearly, 2, kv_caching=False)
     else:
         # Otherwise the last forward may be the largest, or one that verifies guesses.

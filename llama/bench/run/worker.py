@@ -21,7 +21,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
 from llama.bench.run.engines import LlamaEngine
-from llama.bench.run.measure import make_prompts, measure
+from llama.bench.run.measure import make_prompts, measure, measure_peak
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import cache_sizes, step_times
@@ -30,7 +30,8 @@ from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
-from llama.streaming import encode_prompt
+from llama.model import Transformer
+from llama.streaming import TextCodec, encode_prompt
 from llama.watch.page import page
 from llama.watch.record import record
 
@@ -65,17 +66,20 @@ def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
     loaded = time.perf_counter() - started
     prompts = make_prompts(cell.but(batch_size=rows), engine)
 
-    def steps_of(batch: list[list[int]]) -> tuple[float, float]:
+    def steps_of(batch: list[list[int]]) -> tuple[list[float], list[float]]:
         engine.run(batch, 2, kv_caching=True)
         runs = [engine.run(batch, 2, kv_caching=True) for _ in range(3)]  # one alone may have met other work
-        firsts = min(run.token_times[0] - run.started for run in runs)
-        return firsts, min(run.token_times[1] - run.token_times[0] for run in runs)
+        steps = [run.token_times[1] - run.token_times[0] for run in runs]
+        return [run.token_times[0] - run.started for run in runs], steps
 
-    prefill, step = steps_of(prompts[:1])
-    many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else step  # short: a step reads all weights
+    firsts, ones = steps_of(prompts[:1])
+    many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else ones  # short: a step reads all weights
+    prefill, step, steps = map(min, (firsts, ones, many))
     timed = {"max_seq_len": engine.args.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
-    timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": many}
-    return {"model": facts, "timed": timed, "seconds": time.perf_counter() - started}
+    timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": steps}
+    timed["scatter"] = max(max(each) / min(each) for each in (firsts, ones, many))
+    where = environment(torch.device(cell.device))
+    return {"model": facts, "environment": where, "timed": timed, "seconds": time.perf_counter() - started}
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -125,11 +129,38 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
     return {"margin": first - second}
 
 
+def hand_in(cell: Cell, *, prompts: list[str], length: int, watched: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report shows beside its table, all from one process, because starting one takes most of the time.
+
+    That is the peak in both modes, `length` tokens behind each prompt in both modes, and the page of a generation.
+    """
+    opened = open_engine(cell)
+    engine, rows = opened.engine, list[Row]()
+    assert isinstance(engine, LlamaEngine)
+    for kv_caching in (True, False):
+        rows += measure_peak(cell.but(kv_caching=kv_caching), opened)
+    model, tokenizer = engine.model, find_model(cell).tokenizer
+    on, off = (
+        model.generate(tokenizer, prompts, max_gen_len=length, temperature=0.0, kv_caching=kv_caching)
+        for kv_caching in (True, False)
+    )
+    for prompt, cached, uncached in zip(prompts, on, off, strict=True):
+        texts = {"cached_text": cached["generation"], "uncached_text": uncached["generation"]}
+        equal = {"tokens": len(uncached["ids"]), "equal": cached["ids"] == uncached["ids"]}
+        rows.append({"figures": "text", "prompt": prompt, **texts, **equal})
+    return {"rows": rows, "page": watched_page(cell, model, tokenizer, **watched)}
+
+
 def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
     """Record a greedy generation in both modes, and return the page that shows it."""
     source = find_model(cell)
-    recording = record(source.build(), source.tokenizer, prompt, steps, temperature=0.0)
-    return {"rows": [], "page": page(recording, model=Path(cell.model).absolute().name)}
+    return {"rows": [], "page": watched_page(cell, source.build(), source.tokenizer, prompt=prompt, steps=steps)}
+
+
+def watched_page(cell: Cell, model: Transformer, tokenizer: TextCodec, *, prompt: str, steps: int) -> str:
+    """Return the page of a greedy generation that is recorded in both modes."""
+    recording = record(model, tokenizer, prompt, steps, temperature=0.0)
+    return page(recording, model=Path(cell.model).absolute().name)
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -144,6 +175,7 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "conversation": measure_conversation,
     "prompts": measure_prompts,
     "margin": margin,
+    "hand_in": hand_in,
     "agreement": agreement,
     "watch": watch,
 }

@@ -153,9 +153,14 @@ def draw_rows(ax: Axes, names: Sequence[str], places: Sequence[float]) -> list[A
 def draw_bars(
     ax: Axes, names: Sequence[str], values: Sequence[float | None], axis: str, form: str, *, unit: str = "",
     color: str = FACTOR.light, missing: str = "", predicted: Sequence[bool] = (),
+    ranges: Sequence[tuple[float, float] | None] = (),
 ) -> None:  # fmt: skip
-    """Draw values as bars from zero with the value at each end, or `missing`; predicted bars are hollow."""
+    """Draw values as bars from zero with the value at each end, or `missing`; predicted bars are hollow.
+
+    A value with a range is written with it, behind a line from end to end.
+    """
     draw_rows(ax, names, range(len(names)))
+    most = 0.0
     for place, value in enumerate(values):
         hollow = bool(predicted) and predicted[place]
         look: dict[str, Any] = (
@@ -164,19 +169,23 @@ def draw_bars(
         said = missing if value is None else f"{'~' * hollow}{value:{form}}{unit}"
         if value is not None:
             ax.barh(place, value, 0.36, **look)
-        ax.annotate(
-            said, (value or 0, place), (4, 0), textcoords="offset points", va="center", weight="bold", bbox=_PAPER
-        )
-    ax.set_xlim(0, 1.22 * max([0.0, *filter(None, values)]) or 1)
+        end, ends = value or 0, ranges[place] if ranges else None
+        if ends is not None:
+            ax.plot(ends, [place, place], color=INK.light, lw=1.5)
+            end, said = ends[1], f"{said} ({ends[0]:.2g}-{ends[1]:.2g})"
+        ax.annotate(said, (end, place), (4, 0), textcoords="offset points", va="center", weight="bold", bbox=_PAPER)
+        most = max(most, (1.45 if ends else 1.22) * end)
+    ax.set_xlim(0, most or 1)
     ax.set_xlabel(axis)
 
 
 def draw_factors(
-    ax: Axes, names: Sequence[str], factors: Sequence[float | None], predicted: Sequence[bool] = ()
-) -> None:
+    ax: Axes, names: Sequence[str], factors: Sequence[float | None], predicted: Sequence[bool] = (),
+    ranges: Sequence[tuple[float, float] | None] = (),
+) -> None:  # fmt: skip
     """Draw how many times faster the cache makes each row as bars; at the dashed line both modes are equal."""
     form = ".1f" if max([1.0, *filter(None, factors)]) >= 5 else ".2f"
-    draw_bars(ax, names, factors, "times faster with the cache", form, unit="x", predicted=predicted)
+    draw_bars(ax, names, factors, "times faster with the cache", form, unit="x", predicted=predicted, ranges=ranges)
     ax.axvline(1, color=MUTED.light, lw=1, ls=DASHES, zorder=0.9)
     ax.set_xlim(0, max(ax.get_xlim()[1], 1.22))
 

@@ -1,6 +1,5 @@
 """The pictures of all presets. A function that draws one returns None if the report has no figures for it."""
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from llama.bench.report.cells import CellView, groups
+from llama.bench.report.cells import CellView, groups, kind_names
 from llama.bench.report.columns import NOT_JUDGED, NOT_MEASURED, megabytes
 from llama.bench.report.contents import NOISY, is_noisy
-from llama.bench.report.derived import crossovers, growth, saved, step_groups, unbeaten
+from llama.bench.report.derived import crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
-from llama.bench.report.sentences import crossover_words, faster, in_seconds, range_faster, share_of_full
+from llama.bench.report.sentences import crossover_words, faster, in_seconds, listed, range_faster, share_of_full
 from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
-from llama.bench.statistics import Spread, spread
+from llama.bench.statistics import Spread
 from llama.costs import MB
 from llama.host import palette
 
@@ -44,16 +43,24 @@ def draw_time(report: Report) -> Figure | None:
     if not grouped:
         return None
     factors = {row["on_view"].index: row["times_faster"] for row in rows}
+    ranges_of = {row["on_view"].index: row["times_faster_range"] for row in rows}
     names = [group[0].pair_label for group in grouped]
-    measured = [row["times_faster"] for row in rows if not row["predicted"]]
-    words = f"{range_faster(measured)} with the KV cache" if measured else "Time of the whole job"
+    measured = [row for row in rows if not row["predicted"]]
+    words = "Time of the whole job"
+    if measured:
+        words = f"{range_faster([row['times_faster'] for row in measured])} with the KV cache"
+    if 0 < len(measured) < len(rows):
+        batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in measured)))
+        words += f" at batch {batches}, which was measured"
     heights = [canvas.row_height(len(grouped))] * (2 if factors else 1)
     ratios, times = [3, 2] if factors else None, range(len(heights))
     figure, axes = canvas.new_figure(words, _job(report, grouped), heights=heights, times=times, width_ratios=ratios)
     canvas.draw_rows(axes[0], names, range(len(names)))
-    for place, group in enumerate(grouped):
-        _draw_times(axes[0], place, sorted(group, key=lambda view: _seconds(view)["median"]))
-    spreads = [_seconds(view) for group in grouped for view in group]
+    scattered = scatter(report)
+    timed = [[(view, _seconds(view, scattered)) for view in group] for group in grouped]
+    for place, group in enumerate(timed):
+        _draw_times(axes[0], place, sorted(group, key=lambda one: one[1]["median"]))
+    spreads = [one for group in timed for _, one in group]
     lowest, highest = min(one["p10"] for one in spreads), max(one["p90"] for one in spreads)
     room = (highest / lowest) ** 0.24 * 1.5  # for the words at both ends
     axes[0].set(xscale="log", xlim=(lowest / room, highest * room), xlabel="time of the whole job, s (log scale)")
@@ -62,22 +69,22 @@ def draw_time(report: Report) -> Figure | None:
     if factors:
         views, unnamed = [group[0] for group in grouped], [""] * len(names)  # their names stand in the first panel
         predicted = [view.is_predicted for view in views]
-        canvas.draw_factors(axes[1], unnamed, [factors.get(view.index) for view in views], predicted)
+        ranges = [ranges_of.get(view.index) for view in views]
+        canvas.draw_factors(axes[1], unnamed, [factors.get(view.index) for view in views], predicted, ranges)
     canvas.mode_legend(figure)
     return figure
 
 
-def _seconds(view: CellView) -> Spread:
-    found = spread(view.row, "seconds")
+def _seconds(view: CellView, scattered: float = 1.0) -> Spread:
+    found = seconds_of(view, scattered)
     assert found is not None
     return found
 
 
-def _draw_times(ax: Axes, place: int, views: Sequence[CellView]) -> None:
+def _draw_times(ax: Axes, place: int, views: Sequence[tuple[CellView, Spread]]) -> None:
     """Draw a point for each cell, hollow if predicted, its time at the outer side, and a line between two."""
-    spreads = [_seconds(view) for view in views]
-    ax.plot([one["median"] for one in spreads], [place] * len(spreads), color=palette.GRID.light, lw=4, zorder=1)
-    for i, (view, one) in enumerate(zip(views, spreads, strict=True)):
+    ax.plot([one["median"] for _, one in views], [place] * len(views), color=palette.GRID.light, lw=4, zorder=1)
+    for i, (view, one) in enumerate(views):
         mode = on_or_off(view.cell.kv_caching)
         face = palette.PAPER.light if view.is_predicted else canvas.COLORS[mode]
         look: dict[str, Any] = {"color": canvas.COLORS[mode], "mfc": face, "marker": canvas.MARKERS[mode], "ms": 6}
@@ -172,22 +179,16 @@ def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
     return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
-def _named_rows(report: Report) -> list[dict[str, Any]]:
-    """Return the rows of kinds of cache with names that fit beside a panel: without the folder of a file."""
-    rows = kind_rows(report) if report["preset"] == "caches" else []
-    return [{**row, "kind": re.sub(r"[^;]*[/\\]", "", row["kind"])} for row in rows]
-
-
 def draw_kinds(report: Report) -> Figure | None:
     """Draw bytes, time and quality of every kind of cache at one length, a row for each kind, all bars from zero."""
-    rows = _named_rows(report)
+    rows = kind_rows(report)
     measured = [row for row in rows if not row.get("predicted")]
     if not measured:
         return None
     compared, words = [row for row in measured if row["of_full"] is not None], "Bytes, time and quality by kind"
     if compared:
         least = min(compared, key=lambda row: row["of_full"])
-        words = f"{least['kind']} stores {share_of_full(least, report['cells'][0]['kv_cache'], '.2g')}"
+        words = f"{least['kind']} stores {share_of_full(least, kind_names(report)[0], '.2g')}"
         words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens" if least["judged"] else ""
     heights, names = [canvas.row_height(len(rows))] * 3, [row["kind"] for row in rows]
     below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1 against the model without a cache"
@@ -205,8 +206,7 @@ def draw_kinds(report: Report) -> Figure | None:
 
 def draw_pareto(report: Report) -> Figure | None:
     """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
-    rows = _named_rows(report)
-    rows = [row for row in rows if row["judged"] and row.get("step_seconds")]
+    rows = [row for row in kind_rows(report) if row["judged"] and row.get("step_seconds")]
     if len(rows) < 3:
         return None
     other = [100 * (1 - row["top1_agreement"]) for row in rows]

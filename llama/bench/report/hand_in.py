@@ -1,0 +1,116 @@
+"""What the preset `report` shows beside its table: texts in both modes, the lines of code, and the published tables.
+
+The code is read from the sources, so it is always the one that ran.
+"""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+
+from llama.bench.report.cells import CellView, cell_views, in_table_order
+from llama.bench.report.columns import NOT_MEASURED, Table, least_to_most, megabytes
+from llama.bench.report.peak import peak_bytes
+from llama.bench.schema import Report, Row, cell_of, rows_of
+from llama.costs import MB, RELEASED, peak_memory
+
+# Peaks in MB that students published for Llama 3.2 1B in fp16 on a GPU, 256 tokens in and 32 out, by batch size.
+PUBLISHED = {True: {1: 3071.57, 8: 4495.0, 16: 6133.0}, False: {1: 3230.0, 8: 5755.0, 16: 8641.0}}
+PUBLISHED_SECONDS = "1.03 to 8.14 s with the cache and 3.96 to 52.8 s without"
+PUBLISHED_INPUT = 263  # tokens that those scripts feed: decoding and encoding turns BOS into seven ordinary tokens
+_MODEL = replace(RELEASED["llama-3.2-1b"], tied_head=False)  # its .pth file has a head of its own
+
+
+def text_table(report: Report) -> Table:
+    """Return the prompts with both continuations, side by side, and where they differ."""
+    rows = rows_of(report, "text")
+    shown = [[row["prompt"], row["cached_text"], row["uncached_text"], _difference(row)] for row in rows]
+    notes = ["both continue greedily: the most likely token each time"]
+    return Table("The same texts", ["prompt", "with the cache", "without", "difference"], shown, notes)
+
+
+def _difference(row: Row) -> str:
+    if row["equal"]:
+        return f"identical, {row['tokens']} tokens"
+    pairs = zip(row["cached_text"], row["uncached_text"], strict=False)
+    at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+    return "other tokens" if at is None else f"from character {at + 1} on"
+
+
+def code_tables() -> list[Table]:
+    """Return the statements of the sources that differ between the two modes."""
+    branch = _statement("model.py", ast.If, lambda one: ast.unparse(one.test) == "self.kv_caching" and bool(one.orelse))
+    fed = _statement("generation.py", ast.Assign, lambda one: "self.cache is None" in ast.unparse(one.value))
+    return [
+        Table("llama/model.py, Attention.forward: the keys and values that are attended to", code=branch),
+        Table("llama/generation.py, the decode loop: the position from which a step feeds the text", code=fed),
+    ]
+
+
+def _statement(file: str, kind: type[Any], wanted: Callable[[Any], bool]) -> str:
+    """Return the statements of a kind in a source that are wanted; "" if they are not there, as in an exercise."""
+    text = resources.files("llama").joinpath(file).read_text("utf-8")
+    found = [one for one in ast.walk(ast.parse(text)) if isinstance(one, kind) and wanted(one)]
+    lines = [line[one.col_offset :] for one in found for line in text.splitlines()[one.lineno - 1 : one.end_lineno]]
+    return "\n".join(lines)
+
+
+def published_table(report: Report) -> Table:
+    """Return the published peaks beside one's own, with the logits of the last position and of all positions."""
+    found = {(cell_of(report, row).batch_size, row["kv_caching"]): row for row in rows_of(report, "peak")}
+    views = in_table_order(cell_views(report)) if found else []
+    peaks = {one.index: found[one.cell.batch_size, one.cell.kv_caching] for one in views}
+    heads = ["batch size", "KV cache", "published peak, MB", "computed for it, MB", "of these logits, MB"]
+    heads += ["own peak, MB", "own peak with all logits, MB"]
+    rows = [_published_row(one, peaks[one.index]) for one in views]
+    return Table("Peaks of memory beside the published ones", heads, rows, _why(views, peaks) if views else [])
+
+
+def _published_row(one: CellView, peak: Row) -> list[str]:
+    cell, own = one.cell, one.median("tensor_peak_bytes")
+    batch, on = cell.batch_size, cell.kv_caching
+    theirs = peak_memory(
+        _MODEL, rows=batch, input_len=PUBLISHED_INPUT, output_len=32, kv_caching=on, itemsize=2, all_logits=True
+    )
+    logits = theirs.logits + theirs.narrow_logits + theirs.previous_logits
+    published = f"{PUBLISHED[on][batch]:,.2f}".removesuffix(".00") if batch in PUBLISHED[on] else NOT_MEASURED
+    mine = NOT_MEASURED if own is None else f"{'~' * one.is_predicted}{own / MB:,.2f}"
+    mode, every = "on" if on else "off", f"{'~' * (peak['measured_bytes'] is None)}{_peak_of(peak) / MB:,.2f}"
+    return [str(batch), mode, published, f"{theirs.total / MB:,.0f}", f"{logits / MB:,.0f}", mine, every]
+
+
+def _why(views: Sequence[CellView], peaks: Mapping[int, Row]) -> list[str]:
+    """Return why the published memory goes the other way, with the difference that was measured or predicted here."""
+    notes = [
+        "published: Llama 3.2 1B in fp16 with a head of its own; computed: its peak in code with the logits of all "
+        f"positions, {PUBLISHED_INPUT} tokens in (such scripts decode and encode the prompt) and 32 out",
+        f"times, batch 1 to 16: published on a GPU {PUBLISHED_SECONDS}; here {_seconds(views, kv_caching=True)} with "
+        f"the cache and {_seconds(views, kv_caching=False)} without",
+        "the published column goes the other way, less memory with the cache, because of the logits: without the cache "
+        "each step computes those of all positions again, beside those of the step before",
+    ]
+    on, off = (next((one for one in views if one.cell.kv_caching == mode), None) for mode in (True, False))
+    if on is not None and off is not None and on.has_peak and off.has_peak:
+        last = _more(peak_bytes(on) - peak_bytes(off))
+        every = _more(_peak_of(peaks[on.index]) - _peak_of(peaks[off.index]))
+        how = "measured" if peaks[on.index]["measured_bytes"] is not None else "predicted"
+        notes.append(
+            f"{how} here at batch {on.cell.batch_size}: with the logits of the last position the cache takes {last} "
+            f"than no cache; with those of all positions {every}"
+        )
+    return notes
+
+
+def _seconds(views: Sequence[CellView], *, kv_caching: bool) -> str:
+    """Return the shortest and the longest time of a mode, measured or predicted."""
+    times = [one.median("seconds") or 0.0 for one in views if one.cell.kv_caching == kv_caching]
+    return f"{least_to_most(times, '.2f')} s"
+
+
+def _peak_of(row: Row) -> int:
+    return int(row["predicted_bytes"] if row["measured_bytes"] is None else row["measured_bytes"])
+
+
+def _more(nbytes: int) -> str:
+    return f"{megabytes(abs(nbytes))} MB {'more' if nbytes >= 0 else 'less'}"
