@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     from llama.host import console
@@ -39,6 +40,25 @@ from llama.streaming import encode_prompt
 from llama.testing import tiny_model
 from llama.untrusted.files import TEXT_LIMIT, read_text
 
+
+class Unsketched(kvpress.CompactorPress):
+    """Compactor with an identity in place of the random sketch: `leverage` is then what the sketch approximates."""
+
+    def score(self, *args: Any) -> Tensor:
+        def identity(*shape: int, **options: Any) -> Tensor:
+            return torch.eye(*shape[-2:], **options) * shape[-1] ** 0.5
+
+        with mock.patch("torch.randn", identity):
+            return super().score(*args)
+
+
+def finch(ratio: float) -> Any:
+    """Return a FINCH that takes the last 64 tokens for the question, without a delimiter, and renumbers no key."""
+    press = kvpress.FinchPress(ratio, rerotate_keys=False)
+    press.delimiter_token_id, press.window_size = -1, 64
+    return press
+
+
 PRESSES: dict[str, Callable[[float], Any]] = {
     "knorm": kvpress.KnormPress,
     "keydiff": kvpress.KeyDiffPress,
@@ -48,14 +68,20 @@ PRESSES: dict[str, Callable[[float], Any]] = {
     "adakv": lambda ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
     "expected-attention": kvpress.ExpectedAttentionPress,
     "tova": kvpress.TOVAPress,
+    "chunkkv": lambda ratio: kvpress.ChunkKVPress(kvpress.SnapKVPress(ratio)),
+    "criticalkv": lambda ratio: kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio)),
+    "finch": finch,
+    "cur": kvpress.CURPress,
+    "compactor": lambda ratio: Unsketched(ratio, sketch_dimension=128),
 }
 SHARES = (0.5, 0.25)
 NOT_COMPARED = """\
 Not compared: `random`, because each library draws its own numbers; `h2o`, because ObservedAttentionPress divides a
 key's attention by the number of its queries and keeps no recent keys; `duo-attention`, because DuoAttentionPress does
 not choose the heads by the prompt; `streaming-llm`, because it renumbers the keys and StreamingLLMPress does not.
-`tova` also drops a key at every later step; TOVAPress compresses the prompt only. Equal tokens tie in the first layer
-of `knorm`: of a text that repeats tokens, each library may keep another one."""
+The steps of `tova` are compared with DecodingPress by logits alone. `finch` is compared without the
+delimiter and the renumbering of FinchPress, and `compactor` without the random sketch of LeverageScorePress. Equal
+tokens tie in the first layer of `knorm`: of a text that repeats tokens, each library may keep another one."""
 
 COMMON = {"vocab_size": 1600, "multiple_of": 16, "max_seq_len": 2048, "rope_theta": 10000.0}
 SIZES: list[dict[str, Any]] = [
@@ -65,12 +91,18 @@ SIZES: list[dict[str, Any]] = [
 SEEDS = (1, 2)
 LENGTH = 300
 # LagKV ranks the keys of each part of 128: ranks tie, unless each part keeps the same number, of 1,540 tokens 58 or 21.
-# AdaKV's minimum for a head exceeds the 64 newest keys there. The first seed suffices for both: the file stays small.
-LONG_KINDS, LONG = ("lagkv", "adakv"), 1540
+# AdaKV's minimum for a head exceeds the 64 newest keys there. ChunkKVPress keeps only whole chunks of 20, as half and
+# a quarter of 1,520 are. The half of CriticalKVPress' budget that the scores fill exceeds the 64 newest keys from 512
+# tokens on. In NonCausalAttnPress the padding of the last block of 256 receives attention: between the first 8 and the
+# last 4 of 524 tokens there is none. The first seed suffices for these kinds: the file stays small.
+LONG = 1540
+LENGTHS = {"lagkv": LONG, "adakv": LONG, "chunkkv": 1520, "criticalkv": 600, "compactor": 8 + 2 * 256 + 4}
+BUDGET, STEPS = 75, 40  # of `tova` and of DecodingPress, which compresses at every step here
 LOGITS_STORED = 16
 FORMAT = (
     "length: the tokens of the prompt. positions: a line for each layer, with a hexadecimal number for each KV head; "
-    f"bit p is 1 if position p is kept. logits: the first {LOGITS_STORED} of the token behind the prompt."
+    f"bit p is 1 if position p is kept. logits: the first {LOGITS_STORED} of the token behind the prompt. steps: of "
+    "tova, those of the last of so many steps behind a prompt of as many tokens as the budget."
 )
 
 
@@ -115,7 +147,7 @@ def main(*, write: str | None = None, demo: int = LONG) -> int:
 
     Args:
         write: A file for what kvpress keeps in the tiny models; the tests read it.
-        demo: Tokens of the prompt of the demo model; 0 leaves it out.
+        demo: Tokens of the prompt of the demo model, at most; 0 leaves it out.
     """
     if write is not None:
         check_writable(Path(write))
@@ -127,9 +159,10 @@ def main(*, write: str | None = None, demo: int = LONG) -> int:
         content = {"made by": made_by, "versions": versions, "format": FORMAT, "models": models}
         replace_file(Path(write), (json.dumps(content, indent=1) + "\n").encode())
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
-    report(f"Tiny models in float64, prompts of {LENGTH} tokens, of {LONG} for {' and '.join(LONG_KINDS)}", found)
+    longer = ", ".join(f"{name} {length:,}" for name, length in LENGTHS.items())
+    report(f"Tiny models in float64, prompts of {LENGTH} tokens; {longer}", found)
     if demo:
-        report(f"The demo model in float32, a prompt of {demo} tokens", compare_demo(demo))
+        report(f"The demo model in float32, a prompt of {demo} tokens or what the kinds above need", compare_demo(demo))
     print(NOT_COMPARED)
     return int(any(agreement.equal < agreement.kept or agreement.apart > 1e-4 for agreement in found.values()))
 
@@ -144,7 +177,7 @@ def compare_demo(length: int) -> dict[str, Agreement]:
     text = read_text(Path(__file__).parents[1] / "llama/bench/texts/persuasion.txt", limit=TEXT_LIMIT)
     tokens = torch.tensor([encode_prompt(tokenizer, text)[: length + 1]])
     found: dict[str, Agreement] = {}
-    list(compare(model, dict.fromkeys(PRESSES, tokens), found))
+    list(compare(model, {name: tokens[:, : LENGTHS.get(name, length) + 1] for name in PRESSES}, found))
     return found
 
 
@@ -155,19 +188,21 @@ def compare_tiny(sizes: dict[str, Any], seed: int, found: dict[str, Agreement]) 
     """
     args = ModelArgs(**sizes)
     tokens = torch.randperm(args.vocab_size, generator=torch.Generator().manual_seed(seed))[None]
-    lengths = {name: LONG if name in LONG_KINDS else LENGTH for name in PRESSES}
+    lengths = {name: LENGTHS.get(name, LENGTH) for name in PRESSES}
     prompts = {
-        name: tokens[:, : length + 1] for name, length in lengths.items() if name not in LONG_KINDS or seed == SEEDS[0]
+        name: tokens[:, : length + 1] for name, length in lengths.items() if name not in LENGTHS or seed == SEEDS[0]
     }
+    model = tiny_model(args, seed=seed)
     runs = {
         kind: {
             "length": lengths[kind.partition(":")[0]],
             "positions": [" ".join(f"{sum(1 << at for at in head):x}" for head in layer) for layer in kept.positions],
             "logits": " ".join(f"{logit:.5f}" for logit in kept.logits[:LOGITS_STORED]),
         }
-        for kind, kept in compare(tiny_model(args, seed=seed), prompts, found)
+        for kind, kept in compare(model, prompts, found)
     }
-    return {"sizes": sizes, "seed": seed, "runs": runs}
+    logits = " ".join(f"{logit:.5f}" for logit in compare_steps(model, tokens, found)[:LOGITS_STORED])
+    return {"sizes": sizes, "seed": seed, "runs": runs, "steps": {"budget": BUDGET, "count": STEPS, "logits": logits}}
 
 
 @torch.inference_mode()
@@ -176,8 +211,7 @@ def compare(model: Transformer, prompts: dict[str, Tensor], found: dict[str, Agr
 
     prompts: for the name of each kind, a prompt and the token behind it, (1, n + 1).
     """
-    hf = LlamaForCausalLM(LlamaConfig(**huggingface_config(model.args))).to(model.dtype).eval()
-    hf.load_state_dict(huggingface_tensors(model))
+    hf = of_transformers(model)
     for name, tokens in prompts.items():
         full = prefilled(hf, tokens)
         full_keys = [layer.keys for layer in full.layers]
@@ -186,6 +220,31 @@ def compare(model: Transformer, prompts: dict[str, Tensor], found: dict[str, Agr
             kind, theirs = f"{name}:{share}", of_kvpress(hf, tokens, PRESSES[name](1 - share), full_keys)
             found.setdefault(kind, Agreement()).add(theirs, of_ours(model, tokens, kind), full_logits)
             yield kind, theirs
+
+
+@torch.inference_mode()
+def compare_steps(model: Transformer, tokens: Tensor, found: dict[str, Agreement]) -> Tensor:
+    """Add how far the logits of `tova` and of DecodingPress differ at each step; return kvpress' of the last one."""
+    hf, cache = of_transformers(model), model.new_cache(f"tova:{BUDGET}")
+    press = kvpress.DecodingPress(kvpress.TOVAPress(), compression_interval=1, target_size=BUDGET)
+    full, theirs = (prefilled(hf, tokens[:, : BUDGET + 1]) for _ in range(2))
+    model(tokens[:, :BUDGET], cache=cache)
+    agreement = found.setdefault(f"tova:{BUDGET}, {STEPS} steps", Agreement())
+    for end in range(BUDGET + 1, BUDGET + STEPS + 1):
+        full_logits = next_logits(hf, tokens[:, :end], full)
+        with press(hf):
+            logits = next_logits(hf, tokens[:, :end], theirs)
+        own = model(tokens[:, end - 1 : end], end - 1, cache=cache)[0, -1]
+        agreement.apart = max(agreement.apart, float((logits - own).abs().max()))
+        agreement.from_full = max(agreement.from_full, float((logits - full_logits).abs().max()))
+    return logits
+
+
+def of_transformers(model: Transformer) -> Any:
+    """Return transformers' model with the same weights."""
+    hf = LlamaForCausalLM(LlamaConfig(**huggingface_config(model.args))).to(model.dtype).eval()
+    hf.load_state_dict(huggingface_tensors(model))
+    return hf
 
 
 def prefilled(hf: Any, tokens: Tensor, press: Any = None) -> DynamicCache:

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "llama/ops.py": ("ranks rows", "torch"),
     "llama/layers.py": ("ops ranks", "torch"),
     "llama/locked.py": ("", ""),
-    "llama/kv_cache/published.py": ("kv_cache untrusted.files untrusted.json_object", "torch"),
+    "llama/kv_cache/published.py": ("kv_cache rope untrusted.files untrusted.json_object", "torch"),
     "llama/kv_cache/": ("args locked ops rope rows kv_cache", "torch"),
     "llama/sampling.py": ("", "torch"),
     "llama/speculation.py": ("", ""),

@@ -105,8 +105,9 @@ def main(
         stop: End a text before this string; may be given several times. The shell passes a line end as $'\\n'.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
         kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, or by layer static@:2;int4. NAME is one of adakv,
-            concat, duo-attention, expected-attention, fp8, h2o, int4, int8, keydiff, kivi, knorm, lagkv, paged,
-            pyramidkv, quest, random, rotated, snapkv, static, tova and window, which llama-kv kinds describes.
+            chunkkv, compactor, concat, criticalkv, cur, duo-attention, expected-attention, finch, fp8, h2o, int4, int8,
+            keydiff, kivi, knorm, lagkv, paged, pyramidkv, quest, random, rotated, snapkv, static, tova and window,
+            which llama-kv kinds describes.
         share_prefix: Feed the common prefix of all prompts once.
         speculate: How tokens are guessed: lookup takes those that followed the same tokens before, lookup:N at most N.
             Several are verified at once if that is faster; no text changes with --fast or --exact.

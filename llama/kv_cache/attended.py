@@ -6,6 +6,7 @@ Knows tensors and positions; does not know kinds of cache.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llama.ops import Scoring, attention_weights, check_attention
@@ -114,3 +115,19 @@ class Attended:
             own = replace(self, rows=rows, xq=self.xq[:, :end], visible=visible).attention(end - begin).sum(1)
             total[:, : own.shape[1]] += own
         return total
+
+    def output_norms(self) -> Tensor:
+        """Return the L1 norm of each value's product with its query head's part of `wo`, (n_heads, kv_len).
+
+        The product is what the value adds to the layer's output if its key receives all attention.
+        """
+        weight, wide = self.module.wo.weight, torch.promote_types(self.values.dtype, torch.float32)
+        heads, kv_len, width = self.xq.shape[2], *self.values.shape[1::2]
+        packed = not isinstance(weight, Tensor)  # then some outputs are unpacked at a time
+        blocks = (weight.rows(*block, self.values.dtype) for block in weight.blocks()) if packed else (weight,)
+        values = self.values[0].transpose(0, 1).to(wide)  # (n_kv_heads, kv_len, head_dim)
+        norms = torch.zeros(heads, kv_len, dtype=wide, device=values.device)
+        for block in blocks:
+            for head, part in enumerate(block.to(wide).split(width, dim=1)):
+                norms[head] += (values[head * len(values) // heads] @ part.T).abs().sum(-1)
+        return norms

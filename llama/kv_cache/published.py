@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.scored import SINKS, ScoredCache
+from llama.rope import rotate
 from llama.untrusted.files import read_regular
 from llama.untrusted.json_object import parse_json
 
@@ -93,13 +94,17 @@ class SnapKVCache(ScoredCache, kind="snapkv"):
     kernel: ClassVar[int] = 5
 
     def score(self, attended: Attended) -> Tensor:
-        mean = ScoredCache.budget(self, attended.rows.end)  # of all layers
-        window = min(self.window, max(mean // 2, mean - 2 * self.kernel, 1), attended.rows.width)
+        window, mean = self.observed(attended, self.window), ScoredCache.budget(self, attended.rows.end)
         received = attended.attention(window).mean(1)[:, :-window]  # (n_heads, kv_len - window)
         if mean - window >= self.kernel:  # with fewer places, neighbours of the best key would be kept instead of it
             received = F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
         scores = by_kv_head(received, attended)
         return F.pad(scores, (0, window), value=torch.inf)
+
+    def observed(self, attended: Attended, most: int) -> int:
+        """Return the number of queries whose attention is read, up to `most`, and whose tokens stay."""
+        mean = ScoredCache.budget(self, attended.rows.end)  # of all layers
+        return min(most, max(mean // 2, mean - 2 * self.kernel, 1), attended.rows.width)
 
 
 class PyramidKVCache(SnapKVCache, kind="pyramidkv"):
@@ -137,6 +142,124 @@ class AdaKVCache(SnapKVCache, kind="adakv"):
         scores = scores.masked_fill(super().choose(scores, int(budget * self.own)), torch.inf)
         every = scores.T.reshape(1, -1)  # of equal scores the newer one is kept, in whichever head
         return super().choose(every, budget * heads).view(kv_len, heads).T
+
+
+class ChunkKVCache(SnapKVCache, kind="chunkkv"):
+    """Keep whole chunks of 20 tokens by the mean of SnapKV's scores, the same chunks in all heads.
+
+    Of the chunk that fits only in part, each head keeps its best keys. A budget below 104 has shorter chunks: two fit
+    beside the window. Source: Liu et al., ChunkKV, https://arxiv.org/abs/2502.00299.
+    """
+
+    chunk: ClassVar[int] = 20
+
+    def score(self, attended: Attended) -> Tensor:
+        scores, kv_len = super().score(attended), attended.keys.shape[1]
+        stay = scores.isinf()
+        above = 1 + scores.masked_fill(stay, 0).max()
+        scores = scores.masked_fill(stay, above)
+        beside = self.budget(attended.rows.end) - int(stay[0].sum())
+        size = max(1, min(self.chunk, beside // 2))
+        sums = torch.unflatten(F.pad(scores.mean(0), (0, -kv_len % size)), 0, (-1, size)).sum(1)
+        sums[-1] *= size / (size - -kv_len % size)  # the last chunk may have fewer tokens
+        ranks = sums.argsort(stable=True).argsort()
+        return ranks.repeat_interleave(size)[:kv_len] + scores / (2 * above)
+
+
+class CriticalKVCache(SnapKVCache, kind="criticalkv"):
+    """Keep half by SnapKV's scores, and half by these times the L1 norm of what a value may add to the layer's output.
+
+    The window belongs to the first half, unless the budget shortens it: halves are then those of the other keys.
+    Source: Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+    https://arxiv.org/abs/2502.03805.
+    """
+
+    least: ClassVar[float] = 1e-4  # attention: keys without any are ordered by their values
+
+    def score(self, attended: Attended) -> Tensor:
+        scores = super().score(attended)
+        budget, window = self.budget(attended.rows.end), int(scores[0].isinf().sum())
+        half = (budget if window == self.window else budget + window) // 2
+        first = self.choose(scores, half) | scores.isinf()
+        return ((scores + self.least) * by_kv_head(attended.output_norms(), attended)).masked_fill(first, torch.inf)
+
+
+class FinchCache(SnapKVCache, kind="finch"):
+    """Keep the keys with the most attention of the question: the last call of a prompt that is fed in several calls.
+
+    A prompt in one call has a question of 64 tokens. A query's attention is multiplied by the number of keys before
+    it. The question stays, or as much of it as in `snapkv`. Keys are not renumbered.
+    Source: Corallo and Papotti, FINCH, https://arxiv.org/abs/2408.00167.
+    """
+
+    def score(self, attended: Attended) -> Tensor:
+        rows, kv_len = attended.rows, attended.keys.shape[1]
+        window = self.observed(attended, rows.width if rows.starts[0] else self.window)
+        before = torch.arange(kv_len - window, kv_len, device=attended.keys.device)
+        received = (attended.attention(window) * before[:, None]).mean(1)[:, :-window]
+        return F.pad(by_kv_head(received, attended), (0, window), value=torch.inf)
+
+
+class CurCache(ScoredCache, kind="cur"):
+    """Keep the keys that, with their values, have the largest squared norms among 16 neighbours: approximate leverage.
+
+    The first 4 tokens stay, or fewer: half of a budget below 8.
+    Source: Sengupta et al., CurDKV, https://arxiv.org/abs/2509.15038.
+    """
+
+    near: ClassVar[int] = 16
+
+    def score(self, attended: Attended) -> Tensor:
+        wide, kv_len = torch.promote_types(attended.keys.dtype, torch.float32), attended.keys.shape[1]
+        shares = []
+        for held in (attended.keys, attended.values):
+            squares = held[0].to(wide).square().sum(-1).T  # (n_kv_heads, kv_len)
+            squares = torch.unflatten(F.pad(squares, (0, -kv_len % self.near)), 1, (-1, self.near))
+            shares.append((squares / squares.sum(-1, keepdim=True)).flatten(1)[:, :kv_len])
+        scores = shares[0] * shares[1]
+        scores[:, : min(SINKS, self.budget(attended.rows.end) // 2)] = torch.inf
+        return scores
+
+
+class CompactorCache(ScoredCache, kind="compactor"):
+    """Keep keys that are outliers before RoPE (their leverage), and those with the most attention without causal order.
+
+    Both are z-scores, and leverage is multiplied by the share that is dropped. Leverage is exact, where the authors
+    draw a random sketch. Attention is that of the last call's queries, in blocks of 256. The first 8 tokens and the
+    last 4 stay, or half of a budget below 24. Source: Chari and Van Durme, Compactor, https://arxiv.org/abs/2507.08143.
+    """
+
+    whole_prompt = True
+    block: ClassVar[int] = 256
+
+    def score(self, attended: Attended) -> Tensor:
+        end, keys = attended.rows.end, attended.keys[0]
+        budget = self.budget(end)
+        first, last = min(8, -(-budget // 3)), len(keys) - min(4, -(-budget // 6))
+        scores = torch.full((keys.shape[1], len(keys)), torch.inf, dtype=torch.float64, device=keys.device)
+        if first < last:
+            asked = self.attention_both_ways(attended, max(first, attended.rows.starts[0]), last)
+            scores[:, first:last] = F.pad(asked, (last - first - asked.shape[1], 0))  # keys of earlier calls: the mean
+            scores[:, first:last] += (1 - budget / end) * z_scores(self.leverage(keys[first:last], first))
+        return scores
+
+    def leverage(self, keys: Tensor, first: int) -> Tensor:
+        """Return the leverage before RoPE of keys, (kv_len, n_kv_heads, head_dim), from position `first` on."""
+        cos, sin = (table[first : first + len(keys)] for table in self.rope.up_to(first + len(keys), keys.device))
+        return leverage_scores(rotate(keys.double(), (cos, -sin)).transpose(0, 1))
+
+    def attention_both_ways(self, attended: Attended, first: int, last: int) -> Tensor:
+        """Return the z-scores of the attention between positions first .. last - 1, (n_kv_heads, keys)."""
+        start, wide = attended.rows.starts[0], torch.promote_types(attended.keys.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(attended.values[0, first:last].to(wide), dim=-1).T
+        if not norms.numel():
+            return norms
+        queries, keys = attended.xq[0, first - start : last - start].to(wide), attended.keys[0, first:last].to(wide)
+        queries = torch.unflatten(queries, 1, (len(norms), -1))
+        parts = zip(torch.split(queries, self.block), torch.split(keys, self.block), strict=True)
+        # as in the authors' code, products are not divided by the square root of head_dim
+        received = [torch.einsum("qhsd,khd->hsqk", *part).softmax(-1).sum(2).mean(1) for part in parts]
+        return z_scores(F.avg_pool1d(torch.cat(received, dim=1) * norms, 3, stride=1, padding=1))
 
 
 class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
@@ -258,3 +381,17 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
 def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:
     """Return the mean of scores, (n_heads, ...), over the query heads that share a KV head, (n_kv_heads, ...)."""
     return torch.unflatten(scores, 0, (attended.keys.shape[2], -1)).mean(1)
+
+
+def leverage_scores(x: Tensor, ridge: float = 0.01) -> Tensor:
+    """Return the statistical leverage of vectors less their mean, (groups, n, width), in their group: (groups, n)."""
+    x = x - x.mean(1, keepdim=True)
+    gram = x.mT @ x + ridge * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
+    solved: Tensor = torch.linalg.solve(gram, x.mT)
+    return (x * solved.mT).sum(-1)
+
+
+def z_scores(x: Tensor) -> Tensor:
+    """Return x less its mean, divided by its standard deviation, or by 1e-6 if that is larger."""
+    apart = x - x.mean()
+    return apart / apart.square().mean().sqrt().clamp(min=1e-6)

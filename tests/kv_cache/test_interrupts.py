@@ -24,6 +24,7 @@ OTHERS = [
     "lagkv",
 ]
 OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
+OTHERS += ["chunkkv", "criticalkv", "finch", "cur", "compactor"]  # as these
 EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 
 

@@ -22,7 +22,7 @@ from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
 WHOLE = ["static", "paged", "int8", "window:20+3", "concat", "int4", "window", "paged:60"]
 WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16"]
 DROPPING = ["adakv:0.3", "random", "h2o:20", "tova", "knorm", "keydiff", "lagkv", "snapkv:30", "pyramidkv"]
-DROPPING += ["expected-attention", "h2o", "duo-attention"]
+DROPPING += ["expected-attention", "h2o", "duo-attention", "chunkkv", "criticalkv:20", "finch", "cur:13", "compactor"]
 KINDS = [*WHOLE, *DROPPING]
 DEFAULT = ("static", "paged", "int8", "window:20+3", "adakv:0.3")  # one of each base; the others with --slow
 CHECKED = ("paged", "adakv:0.3")  # all claims of a kind take a second

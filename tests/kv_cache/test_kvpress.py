@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import cases
 from torch import Tensor
 
 from llama.args import ModelArgs
@@ -72,6 +73,18 @@ def test_a_prompt_keeps_the_same_positions_in_a_batch_with_a_longer_one(kind: st
     batch = torch.cat([tokens.flip(1), tokens])[:, : length + LONGER]
     model(batch, Rows.at([0, 0], [length + LONGER, length], prompt_ends=True), cache=cache)
     assert kept_positions(cache, 1) == expected_positions(run)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", cases(range(len(MODELS)), 0))
+def test_steps_of_tova_have_the_logits_of_kvpress_with_a_budget_held_at_each_step(number: int) -> None:
+    (model, tokens), run = model_of(number), MODELS[number]["steps"]
+    prompt, cache = run["budget"], model.new_cache(f"tova:{run['budget']}")
+    logits = model(tokens[:, :prompt], cache=cache)
+    for at in range(prompt, prompt + run["count"]):
+        logits = model(tokens[:, at : at + 1], at, cache=cache)
+    expected = torch.tensor([float(logit) for logit in run["logits"].split()], dtype=torch.float64)
+    torch.testing.assert_close(logits[0, -1, : len(expected)], expected, rtol=0, atol=1e-4)
 
 
 def test_every_scored_kind_is_compared_or_has_no_counterpart() -> None:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
-from llama.kv_cache.published import ExpectedAttentionCache, KnormCache, TovaCache
+from llama.kv_cache.published import CompactorCache, ExpectedAttentionCache, KnormCache, TovaCache
 from llama.model import Transformer
 from llama.ops import attention_weights
+from llama.quant.layers import quantize_layers, quantized_weights
 from llama.rope import RopeTable, rotate
 from llama.rows import Rows
 from llama.streaming import encode_prompt
 
-KEPT = ("random", "knorm", "keydiff", "lagkv", "snapkv", "pyramidkv", "adakv", "expected-attention", "tova", "h2o")
-
-
-ALIKE = ("random", "keydiff", "lagkv", "pyramidkv", "expected-attention", "tova", "h2o")
+LATER = ("chunkkv", "criticalkv", "finch", "cur", "compactor")
+ALIKE = ("random", "keydiff", "lagkv", "pyramidkv", "expected-attention", "tova", "h2o", *LATER)
+KEPT = ("knorm", "snapkv", "adakv", *ALIKE)
 
 
 class Newest(ScoredCache, kind="newest"):
@@ -132,7 +132,9 @@ def favourite(scores: Tensor, queries: Tensor, keys: Tensor, layer: int) -> Tens
     return scores + 20 * (keys == 0)
 
 
-@pytest.mark.parametrize("kind", ["snapkv", "adakv", "lagkv", "h2o", *cases(["pyramidkv", "tova"])])
+@pytest.mark.parametrize(
+    "kind", ["snapkv", "adakv", "lagkv", "h2o", *cases(["pyramidkv", "tova", "chunkkv", "criticalkv", "finch"])]
+)
 def test_any_budget_keeps_the_newest_token_and_then_the_first_one_in_every_head(kind: str) -> None:
     model, tokens = tiny_model(max_seq_len=512), some_tokens(len(PROMPTS), max(PROMPTS))
     model.use(model.ops._replace(score_mod=favourite))
@@ -425,6 +427,106 @@ def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
         empty.restore({**state, **more, "bases": torch.tensor([-1])}, 1, 60)
     empty.restore(state, 1, 60)
     assert kept(empty) == kept(cache.layers[0])
+
+
+# ---- chunks, outputs, questions, neighbours, outliers ----------------------------------------------------------------
+
+
+def test_chunkkv_keeps_the_same_whole_chunks_in_all_heads_and_the_best_keys_of_the_chunk_that_is_cut() -> None:
+    whole, chunks = [kept(layer)[0] for layer in prompted("chunkkv:140", 300)[2].layers], range(0, 300, 20)
+    for first, second in whole:
+        assert first == second == [at for chunk in chunks if chunk in first for at in range(chunk, chunk + 20)]
+        assert first[-80:] == [*range(220, 300)], "the chunks of the newest 64 tokens"
+    cut = [kept(layer)[0] for layer in prompted("chunkkv:147", 300)[2].layers]
+    for heads, all_of in zip(cut, whole, strict=True):
+        for head, base in zip(heads, all_of, strict=True):
+            more = set(head) - set(base)
+            assert len({at // 20 for at in more}) == 1
+            assert len(more) == 7
+    assert cut[0][0] != cut[0][1]
+
+
+def test_criticalkv_orders_half_by_the_scores_and_half_by_these_times_the_outputs() -> None:
+    model, tokens, snapkv = prompted("snapkv:140", 300)
+    _, _, cache = prompted("criticalkv:280", 300)
+    for by_score, own in zip(kept(snapkv.layers[0])[0], kept(cache.layers[0])[0], strict=True):
+        assert set(by_score) < set(own)
+    received = _observed(model, tokens, 300, lambda attended: attended.attention(64).mean(1)[:, :-64])
+    norms = _observed(model, tokens, 300, Attended.output_norms)
+    products = (torch.nn.functional.avg_pool1d(received, 5, stride=1, padding=2) + 1e-4) * norms[:, :-64]
+    for by_score, own, product in zip(kept(snapkv.layers[0])[0], kept(cache.layers[0])[0], products, strict=True):
+        product[by_score[:-64]] = -1  # kept by the score
+        assert sorted(set(own) - set(by_score)) == product.topk(140).indices.sort().values.tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_output_norms_are_those_of_what_each_value_adds_to_the_output(packed: bool) -> None:
+    model, tokens = tiny_model(head_dim=32, dtype=torch.float32), some_tokens(1, 9)
+    if packed:
+        plain = dict(model.named_parameters())
+        quantize_layers(model, torch.float32, "int8")
+        for name, weight in quantized_weights(model).items():
+            weight.fill(0, plain[name])
+
+    def both(attended: Attended) -> Tensor:
+        each = torch.eye(4)[:, :, None, None] * attended.values[0].transpose(0, 1).repeat_interleave(2, 0)
+        made = attended.module.wo(each.permute(0, 2, 1, 3).flatten(2)).abs().sum(-1)  # (n_heads, kv_len)
+        torch.testing.assert_close(attended.output_norms(), made, rtol=1e-5, atol=1e-5)
+        return made
+
+    assert _observed(model, tokens, 9, both).min() > 0
+
+
+def test_finch_reads_the_attention_of_the_last_call_times_the_keys_before_each_query() -> None:
+    model, tokens, _ = prompted("static", 200)
+    weights = _observed(model, tokens, 200, lambda attended: attended.attention(30))
+    cache = model.new_cache("finch:50")
+    with torch.inference_mode():
+        for start, end in ((0, 170), (170, 200)):
+            model(tokens[:, start:end], Rows.at([start], [end - start], prompt_ends=end == 200), cache=cache)
+    scores = (weights * torch.arange(170.0, 200)[:, None].double()).sum(1)[:, :170]
+    for head, own in zip(kept(cache.layers[0])[0], scores, strict=True):
+        assert head == [*own.topk(20).indices.sort().values.tolist(), *range(170, 200)]
+
+
+@pytest.mark.parametrize(("budget", "first", "last"), [(2, 1, 1), (7, 3, 2), (24, 8, 4), (60, 8, 4)])
+def test_compactor_keeps_the_ends_and_by_the_share_that_is_dropped_outliers_and_attention(
+    budget: int, first: int, last: int
+) -> None:
+    model, tokens, cache = prompted(f"compactor:{budget}", 300, sizes={"n_layers": 1})
+
+    def scores(attended: Attended) -> Tensor:
+        inner, groups = slice(first, 300 - last), torch.arange(300 - first - last) // 256
+        keys = attended.module.wk(attended.x)[0, inner].unflatten(-1, (2, -1)).transpose(0, 1)
+        x = keys - keys.mean(1, keepdim=True)
+        leverage = (x @ torch.linalg.inv(x.mT @ x + 0.01 * torch.eye(8).double()) @ x.mT).diagonal(dim1=1, dim2=2)
+        given = (attended.xq, attended.keys, attended.values)
+        queries, keys, values = (held[0, inner].transpose(0, 1) for held in given)
+        products = queries @ keys.repeat_interleave(2, 0).mT
+        received = products.masked_fill(groups[:, None] != groups, -torch.inf).softmax(-1).sum(1)
+        norms = received.unflatten(0, (2, 2)).mean(1) * values.norm(dim=-1)
+        smooth = (norms + torch.nn.functional.pad(norms, (1, 1)).unfold(1, 3, 1).sum(-1) - norms) / 3
+        z = [(part - part.mean()) / part.std(correction=0) for part in (leverage, smooth)]
+        return ((1 - budget / 300) * z[0] + z[1]).repeat_interleave(2, 0)  # `_observed` takes the mean of pairs
+
+    for head, own in zip(kept(cache.layers[0])[0], _observed(model, tokens, 300, scores), strict=True):
+        inner = [at + first for at in own.topk(budget - first - last).indices.sort().values.tolist()]
+        assert head == [*range(first), *inner, *range(300 - last, 300)]
+
+
+def test_compactor_judges_keys_of_earlier_calls_by_their_leverage_alone() -> None:
+    model, tokens, static = prompted("static", 300)
+    for start in (297, 200):
+        cache = model.new_cache("compactor:60")
+        with torch.inference_mode():
+            for begin, end in ((0, start), (start, 300)):
+                model(tokens[:, begin:end], Rows.at([begin], [end - begin], prompt_ends=end == 300), cache=cache)
+        layer = cache.layers[0]
+        assert isinstance(layer, CompactorCache)
+        leverage = layer.leverage(static.layers[0].keys[0, 8:296], 8)  # type: ignore[index]
+        for head, own in zip(kept(layer)[0], leverage, strict=True):
+            early = [at - 8 for at in head if 8 <= at < min(start, 296)]
+            assert early == own[: min(start, 296) - 8].topk(len(early)).indices.sort().values.tolist()
 
 
 # ---- methods that go on after the prompt -----------------------------------------------------------------------------
