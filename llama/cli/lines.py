@@ -19,26 +19,13 @@ from typing import Any, BinaryIO
 from llama.cli.questions import LONGEST, Question
 from llama.host import console
 from llama.host.files import check_writable, lock_file, replacing
+from llama.host.parts import own_part
 from llama.host.progress import progress_bar
 from llama.many import Writer, steady
 from llama.untrusted.files import open_regular
 
 Arguments = Callable[[Question], dict[str, Any]]  # a line -> the arguments of `Writer.add`
 Record = dict[str, Any]  # line: the number of one; answer; times: None if the line has failed
-
-
-def own_part(part: str | None) -> tuple[int, int]:
-    """Return (i, n) of "i/n"; by default of this process as a task of Slurm's job array, else (1, 1)."""
-    given = part or "1/1"
-    if part is None and (task := os.environ.get("SLURM_ARRAY_TASK_ID")) is not None:
-        first, step, count = (os.environ.get(f"SLURM_ARRAY_TASK_{name}", "1") for name in ("MIN", "STEP", "COUNT"))
-        given = f"of task {task} from {first} by {step} of {count}, by SLURM_ARRAY_TASK_ID,"
-        if (task + first + step + count).isdecimal() and (int(task) - int(first)) % int(step) == 0:
-            given = f"{(int(task) - int(first)) // int(step) + 1}/{count}"
-    i, _, n = given.partition("/")
-    if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
-        raise ValueError(f"part {given} must be i/n with i from 1 to n, such as --part 3/12")
-    return int(i), int(n)
 
 
 def plan(file: str, out: str | None, part: str | None) -> tuple["Source", Path]:

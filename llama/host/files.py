@@ -60,6 +60,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield new
         os.replace(new, target)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # of a write, such as on a full disk
+            error.filename = str(path)
+        raise
     finally:
         with suppress(OSError):  # its folder may be gone
             new.unlink(missing_ok=True)
