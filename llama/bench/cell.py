@@ -7,6 +7,7 @@ from llama.host.machine import DTYPES
 
 # Quantized weights: int8 and int4 are our own layouts, or a peer's Q8_0 and Q4_0; stored are those of a .gguf file.
 QUANTIZED = ("int8", "int4", "stored")
+FULL = "static"  # the kind of cache that the others are compared with
 
 
 class Modes(TypedDict):

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama.bench.report.tables import comparison_words
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, Row, Status, cell_of, cell_row, is_measured, merge, rows_of
+from llama.bench.schema import Report, Row, Status, cell_of, cell_row, differing, is_measured, merge, rows_of
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
@@ -21,12 +21,17 @@ def add_note(report: Report, cell: int, note: str) -> None:
 def add_result(report: Report, found: dict[str, Any], cell: int) -> None:
     """Put what a job returned into the report: rows of a cell, and the machine.
 
-    Raises ValueError if it ran on another machine, or on other code, than the jobs before it.
+    Raises ValueError if it ran on other hardware, or on other code, than the jobs before it. If only the name of the
+    machine differs, `machine` becomes None.
     """
     before = report["environment"]
     now = found.get("environment", before)
-    if changed := [name for name in before if before[name] != now.get(name)]:
-        words = ", ".join(f"{name} was {before[name]!r} and is {now.get(name)!r}" for name in changed)
+    changed = differing(before, now) if before else []
+    if "machine" in changed:  # a restarted container has another name; merged reports form no ratio of its times
+        changed.remove("machine")
+        now = {**now, "machine": None}
+    if changed:
+        words = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
         raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
     report["environment"] = now
     if "ceilings" in found:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llama.args import ModelArgs
-from llama.bench.cell import Cell, read_engine
+from llama.bench.cell import FULL, Cell, read_engine
 from llama.bench.run.cache_kind import OWN_TEXT, STEPS, text_ids
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.engines import Source
@@ -31,7 +31,6 @@ GENERATED = (10, 20, 50, 100, 200)
 CACHE_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 SWEEP_CONTEXTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
-FULL = "static"  # the kind of cache that the others are compared with
 KIND_CONTEXTS = (1024, 8192)
 WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
 LENGTH = 2048  # tokens of the text at whose end a kind is judged

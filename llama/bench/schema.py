@@ -5,7 +5,7 @@ seconds, sizes bytes, shares 0 to 1; the number of a token, a row or a turn coun
 stands for what was not measured. docs/benchmark_json.md lists which row has which columns.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, TypedDict
 
@@ -91,6 +91,11 @@ def new_report(
         "failures": [],
         "rows": [{"figures": "cell", "cell": index, "error": None, "notes": []} for index in range(len(cells))],
     }
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values in which two environments, or other facts, differ."""
+    return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
 def rows_of(report: Report, figures: str, cell: int | None = None) -> list[Row]:

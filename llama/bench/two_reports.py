@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, column
-from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of
+from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of, differing
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
 FACTS = ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")  # of the environment
@@ -118,8 +118,7 @@ def differences(a: Report, b: Report) -> list[str]:
         return {"preset": report["preset"], "text": report["plan"].get("text"), **facts}
 
     one, other = setup(a), setup(b)
-    names = [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
-    return [f"{name} is {one.get(name)!r} in A and {other.get(name)!r} in B" for name in names]
+    return [f"{name} is {one.get(name)!r} in A and {other.get(name)!r} in B" for name in differing(one, other)]
 
 
 def comparison_table(title: str, found: list[Figure], allow: float) -> Table:

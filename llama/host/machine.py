@@ -3,6 +3,7 @@
 Knows nothing of models. A fact that cannot be read is None; nothing is guessed.
 """
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -58,11 +59,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 def environment(device: torch.device) -> dict[str, Any]:
     """Return the facts that belong to a measured number, ready for JSON.
 
-    `llama_kv` is the version of this package. `threads` is the count that PyTorch uses now. `commit` is that of the
+    `machine` identifies the machine without naming it: a digest of its name in Slurm or in its network. `llama_kv` is
+    the version of this package. `threads` is the count that PyTorch uses now. `commit` is that of the
     checkout that the package runs from, `dirty` whether the package differs from it; both are None without a checkout.
     `peers` are installed versions; importing the packages would change what is measured.
     """
+    name = os.environ.get("SLURMD_NODENAME") or platform.node()
     return {
+        "machine": hashlib.blake2b(name.encode(), digest_size=4).hexdigest(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "llama_kv": __version__,

@@ -16,6 +16,7 @@ from jobs_here import CEILINGS, Here, jobs_here, run_of
 
 from llama.bench import plan, presets
 from llama.bench.cell import Cell
+from llama.bench.compare import add_result
 from llama.bench.plan import Run, duration
 from llama.bench.presets import Group, Job, plan_report
 from llama.bench.run.directory import new_run, resumed_run
@@ -393,6 +394,15 @@ def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, world: Wor
     assert [row["seconds"] for row in rows_of(report, "cell")[:2]] == [
         row["seconds"] for row in rows_of(before, "cell")[:2]
     ]
+
+
+def test_a_run_is_resumed_under_another_name_of_the_machine_which_is_then_none_but_not_on_another_cpu() -> None:
+    report = new_report("table", [])
+    for name in ("a", "b", "b"):
+        add_result(report, {"environment": {"machine": name, "cpu": "EPYC", "threads": 2}}, 0)
+    assert report["environment"] == {"machine": None, "cpu": "EPYC", "threads": 2}
+    with pytest.raises(ValueError, match="two machines cannot be compared: cpu was 'EPYC' and is 'Xeon'; start again"):
+        add_result(report, {"environment": {"machine": "b", "cpu": "Xeon", "threads": 2}}, 0)
 
 
 def test_only_a_run_of_the_same_cells_and_this_schema_is_resumed(base: Cell, tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_a_row_has_the_score_and_the_length_of_every_sample_both_ways() -> None:
     assert row["score"] == fmean(row["scores"])
     assert len(row["scores"]) == len(row["scores_question_seen"]) == 2
     assert row["cache_bytes"] < 31 * 2 * 2 * 2 * 8 * 8
+    fewer, same = (task_row(model, source(), {"task": "own", "context": None}, samples[:1]) for _ in range(2))
+    assert row["digest"] != fewer["digest"] == same["digest"]
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from llama.bench.run.engines import Source, forwards_by_runner, path_of
 from llama.bench.run.kind_validity import judge_kind
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
-from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache, saves, size_of
+from llama.bench.run.step_times import FED_AT_ONCE, bytes_of, filled_cache, inputs_digest, saves, size_of
 from llama.bench.run.tasks import samples_of, task_row
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
@@ -124,7 +124,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     path = path_of(model, fast=forwards_by_runner(model) - before, all=scored)
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
-    row["nll"] = found.other_nll
+    row |= {"nll": found.other_nll, "digest": inputs_digest(model, ids)}
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     size = size_of(model, cache, prompt_len, length - 1)

@@ -45,7 +45,7 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
     """
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
-        kept = _read(path)
+        kept = read_report(path)
         if kept is not None and kept["cells"] == report["cells"] and _text_of(kept) == _text_of(report):
             kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for row in rows_of(kept, "cell"):
@@ -57,7 +57,7 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
     )
 
 
-def _read(path: Path) -> Report | None:
+def read_report(path: Path) -> Report | None:
     """Return the report in a file; None if it is not one of this version."""
     try:
         report: Report = json.loads(path.read_text("utf-8"))

@@ -18,6 +18,8 @@ from llama.kv_cache import Attended, Cache, ScoredCache
 from llama.model import Transformer
 from llama.ops import Scoring
 from llama.rows import Rows
+from llama.sessions.digest import digest_of_text
+from llama.sessions.origin import weights_digest
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 CHUNK = 512  # positions that are written in a call: a kind may return copies of everything that a call's queries see
@@ -107,6 +109,11 @@ def size_of(model: Transformer, cache: Cache, prompt: int, fed: int) -> Row:
     """Return the bytes of a cache, and whether it has dropped or compressed something of what was fed."""
     judged = all(layer.lossless for layer in cache.layers) or not saves(model, cache)
     return {**bytes_of(model, cache, prompt, fed), "judged": judged or cache.nbytes < full_bytes(model, fed)}
+
+
+def inputs_digest(model: Transformer, inputs: object) -> str:
+    """Return a digest of the weights and of what is fed: two rows of quality are comparable if theirs are equal."""
+    return digest_of_text(f"{weights_digest(model)} {inputs!r}")
 
 
 def saves(model: Transformer, cache: Cache) -> bool:

@@ -12,7 +12,7 @@ from llama.bench.cell import Cell
 from llama.bench.run.engines import Source
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model
-from llama.bench.run.step_times import filled_cache, size_of
+from llama.bench.run.step_times import filled_cache, inputs_digest, size_of
 from llama.bench.schema import Row
 from llama.bench.texts import read_corpus
 from llama.model import Transformer
@@ -98,6 +98,7 @@ def task_row(model: Transformer, source: Source, plan: dict[str, Any], samples: 
         answers = [answer(model, source.tokenizer, sample, question_seen=seen) for sample in samples]
         row[scores] = [sample.score(one["generation"]) for sample, one in zip(samples, answers, strict=True)]
         row[score], row[lens] = fmean(row[scores]), [len(one["ids"]) for one in answers]
-    prompt = min(len(sample.ids(source.tokenizer)[0]) for sample in samples)
+    fed = [sample.ids(source.tokenizer) for sample in samples]
+    row["digest"], prompt = inputs_digest(model, [fed, samples]), min(len(context) for context, _ in fed)
     cache = filled_cache(model, prompt, encode_prompt(source.tokenizer, read_corpus()), reserved=prompt)
     return {**row, **size_of(model, cache, prompt, prompt)}
