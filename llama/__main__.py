@@ -21,6 +21,8 @@ llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
   bench       Time and memory, with the cache and without: --preset table
   report      What the cache saves and costs here, to hand in: --minutes 5
   compare     Two results of bench, and whether a difference is shown: A B
+  sweep       The cells of a plan, on one machine or by a Slurm job array.
+  merge       One report of many results, from one machine or several.
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
   kinds       Kinds of cache: name, bytes, what each one does, and its paper.
@@ -30,12 +32,10 @@ llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
   doctor      What a checkpoint is, and whether it loads: llama-kv doctor PATH
 
 Without --ckpt_dir they take the demo model, which is downloaded once.
-On every command:
+On every command; llama-kv --version prints the version of this package:
   --help      Its flags.
-  --quiet     No notices, no progress: only results, warnings and errors.
+  --quiet     Only results, warnings and errors; --debug: tracebacks of errors.
   --threads N Threads of the CPU that compute.
-  --debug     The traceback of an error.
-llama-kv --version prints the version of this package.
 """
 
 # command -> the module of llama.cli, and its function
@@ -46,6 +46,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("benchmark_inference", "main"),
     "report": ("benchmark_inference", "hand_in"),
     "compare": ("compare", "main"),
+    "sweep": ("sweep", "main"),
+    "merge": ("sweep", "merge"),
     "verify": ("verify", "main"),
     "watch": ("inference", "show_steps"),
     "kinds": ("kinds", "main"),

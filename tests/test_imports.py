@@ -123,6 +123,7 @@ MAY_IMPORT = {
         "bench.cell bench.schema bench.statistics bench.report costs host.files host.palette untrusted",
         "",
     ),
+    "llama/bench/sweep.py": ("api bench costs host.files quality.ruler", ""),
     "llama/bench/": ("args bench costs host kv_cache tokenizer", ""),
     # commands
     "llama/cli/__init__.py": ("host.console host.cores", "fire"),
@@ -130,6 +131,8 @@ MAY_IMPORT = {
     "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/compare.py": ("bench cli host untrusted", ""),
+    "llama/cli/submit.py": ("host.console", "submitit"),
+    "llama/cli/sweep.py": ("bench cli host untrusted", ""),
     "llama/cli/lines.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),
     "llama/cli/questions.py": ("batch many serve.requests untrusted", ""),
     "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words speculation", ""),

@@ -98,6 +98,12 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
+def check_setups(report: Report) -> None:
+    """Raise ValueError for a merged report of several setups, because its rows are not those of one environment."""
+    if (count := len(report["plan"].get("setups", []))) > 1:
+        raise ValueError(f"a result is merged from {count} setups; give the results that it was made of")
+
+
 def rows_of(report: Report, figures: str, cell: int | None = None) -> list[Row]:
     """Return the rows of some figures, of all cells or of one."""
     return [row for row in report["rows"] if row["figures"] == figures and cell in (None, row["cell"])]

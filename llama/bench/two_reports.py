@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, column
-from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of, differing
+from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of, check_setups, differing
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
 FACTS = ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")  # of the environment
@@ -109,6 +109,7 @@ def differences(a: Report, b: Report) -> list[str]:
     """
 
     def setup(report: Report) -> dict[str, Any]:
+        check_setups(report)
         model = dict(report["model"] or {})
         model |= model.pop("sizes", {})
         # The kind of cache is that of the job that ran last.

@@ -304,7 +304,6 @@ def run_preset(
     """
     from llama.bench.plan import Run
     from llama.bench.report.files import write_json, write_report
-    from llama.bench.report.text import table_markdown, warnings_text
     from llama.bench.run.directory import new_run, resumed_run
     from llama.host.progress import seconds_bar
 
@@ -325,11 +324,16 @@ def run_preset(
         files = write_report(report, folder)
     if json_path is not None:
         write_json(report, json_path)
-    console.put(
-        "\n".join([table_markdown(report), *report["reading"], *warnings_text(report), "", *map(str, files)]),
-        alarm="VIOLATED",
-    )
+    show_report(report, files)
     return report_exit_code(report, strict=flags.strict)
+
+
+def show_report(report: "Report", files: list[Path]) -> None:
+    """Print the tables of a report, what follows from them, and where its files are."""
+    from llama.bench.report.text import table_markdown, warnings_text
+
+    lines = [table_markdown(report), *report["reading"], *warnings_text(report), "", *map(str, files)]
+    console.put("\n".join(lines), alarm="VIOLATED")
 
 
 def report_exit_code(report: "Report", *, strict: bool = False) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama.bench import compare, plan, presets, single
+from llama.bench import compare, plan, presets, single, sweep
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
 from llama.bench.run import step_times, worker
@@ -41,7 +41,7 @@ class Here:
 def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str], *, repetitions: int = 1) -> Here:
     """Do all jobs in this process, with few repetitions of two batch sizes."""
     here = Here(label)
-    for module in (plan, compare, single):
+    for module in (plan, compare, single, sweep):
         monkeypatch.setattr(module, "run_job", here)
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
     monkeypatch.setattr(presets, "BATCHES", (1, 2))

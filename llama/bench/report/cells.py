@@ -88,9 +88,12 @@ class CellView:
 
 def cell_views(report: Report) -> list[CellView]:
     """Return the cells in the order of the head."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    for row in report["rows"]:
+        found.setdefault((row["figures"], row["cell"]), []).append(row)
     views = []
     for row in sorted(rows_of(report, "cell"), key=lambda row: row["cell"]):
-        checks, memory = (rows_of(report, figures, row["cell"]) for figures in ("check", "memory"))
+        checks, memory = (found.get((figures, row["cell"]), []) for figures in ("check", "memory"))
         views.append(CellView(row["cell"], cell_of(report, row), row, checks, memory))
     return views
 

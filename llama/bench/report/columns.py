@@ -116,6 +116,10 @@ TABLE_COLUMNS = {
         "of full cache", "the bytes over those of the first kind, which stores everything; ~: over its predicted ones",
         form=".2f",
     ),
+    "time_of_full": Column(
+        "time / static's", "the median time over that of the full cache on the same setup", form=".2f", missing="-"
+    ),
+    "setup": Column("setup", "the machine, CPU, commit, threads and versions that measured it, by number"),
     "top1_agreement": Column(
         "same top-1, %", "positions at which the most likely token is that of the model without a cache", 100, ".2f"
     ),

@@ -11,6 +11,7 @@ from llama.bench.report import hand_in, tables
 from llama.bench.report.cells import CellView, cell_views, kind_names
 from llama.bench.report.columns import TABLE_COLUMNS, Table
 from llama.bench.report.derived import scatter
+from llama.bench.report.merged import merged_tables
 from llama.bench.schema import Report, rows_of
 
 NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
@@ -19,6 +20,7 @@ TITLES = {
     "table": "With and without KV cache",
     "sweep": "What the KV cache saves as batch and length grow",
     "caches": "Kinds of KV cache: bytes, time and quality",
+    "merged": "Results of many runs",
     "chat": "A conversation with its KV cache kept, prompts that begin alike, and sessions on disk",
     "report": "What the KV cache saves and costs on this machine",
 }
@@ -50,12 +52,12 @@ class Section:
 def lead_tables(report: Report) -> list[Table]:
     """Return the tables that are the result, which stand before everything but the large numbers."""
     shown = [*tables.turn_tables(report), *tables.cache_tables(report)[:1], *tables.cell_tables(report)[:1]]
-    return [table for table in shown if table]
+    return [table for table in (*merged_tables(report), *shown) if table]
 
 
 def report_sections(report: Report) -> list[Section]:
     """Return the report behind its sentences, in reading order, without empty tables."""
-    has_details = report["preset"] not in ("caches", "chat")
+    has_details = report["preset"] not in ("caches", "chat", "merged")
     views = cell_views(report)
     noted = [f"{name_of(view, report)}: {note}" for view in views for note in view.row.get("notes", [])]
     notes = Table("", notes=[] if has_details else noted)
@@ -73,7 +75,7 @@ def report_sections(report: Report) -> list[Section]:
         Section("Memory and work of each cell", [_details(view) for view in views if has_details]),
         Section("Noise, and what was not measured", [Table("", notes=[*noise(report), *left_out(report)])]),
         Section("Validity", [tables.validity_table(report), notes]),
-        Section("Where and how", [tables.environment_table(report)]),
+        Section("Where and how", [tables.setups_table(report), tables.environment_table(report)]),
     ]
     shown = [*lead_tables(report), *(table for section in found for table in section.tables if table)]
     heads = {head for table in shown for head in table.heads}
@@ -152,14 +154,16 @@ def noise(report: Report) -> list[str]:
     views, mark = cell_views(report), tables.MARKS["noisy"]
     seen = [(name_of(view, report), check) for view in views for check in view.checks if check["status"] == "noisy"]
     if len(seen) > 1:
-        which = f"{len(seen)} of {len(views)} cells ({', '.join(name for name, _ in seen)})"
-        which = "all cells" if len(seen) == len(views) else which
+        names = ", ".join([*(name for name, _ in seen[:8]), *["..."] * (len(seen) > 8)])
+        which = "all cells" if len(seen) == len(views) else f"{len(seen)} of {len(views)} cells ({names})"
         return [f"{mark} other work changed the times of {which}; bytes and tokens are not affected"]
     return [f"{mark} {name}: {tables.check_words(check)}" for name, check in seen]
 
 
 def name_of(view: CellView, report: Report) -> str:
     """Return what the report calls a cell: of kinds of cache, the one name of the kind."""
+    if report["preset"] == "merged":
+        return f"{view.cell.model}, {view.label}, {view.cell.input_len} tokens"
     return kind_names(report)[view.index] if report["preset"] == "caches" else view.label
 
 

@@ -54,6 +54,8 @@ def headline(report: Report) -> list[tuple[str, str]]:
         return _headline_of_kinds(report)
     if report["preset"] == "chat":
         return _headline_of_turns(report)
+    if report["preset"] == "merged":  # a pair may be of two setups
+        return []
     row = _lead_pair(report)
     if row is None:
         return []

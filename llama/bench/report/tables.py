@@ -49,7 +49,7 @@ def result_tables(report: Report) -> list[Table]:
 
 def cell_tables(report: Report) -> list[Table]:
     """Return the with/without table, a row for each cell, and what compares the cells."""
-    if report["preset"] in ("caches", "chat"):
+    if report["preset"] in ("caches", "chat", "merged"):
         return []
     views = in_table_order(cell_views(report))
     cells, paths = [one.cell.as_json() for one in views], {one.path for one in views if one.path}
@@ -169,7 +169,7 @@ def check_words(check: Row) -> str:
 
 def validity_table(report: Report) -> Table:
     """Return a row for each check and a column for each cell; of kinds of cache a row for each kind."""
-    views = [one for one in in_table_order(cell_views(report)) if one.checks]
+    views = [one for one in in_table_order(cell_views(report)) if one.checks and report["preset"] != "merged"]
     names = dict.fromkeys(check["name"] for one in views for check in one.checks)
     seen = [{check["name"]: check_mark(check) for check in one.checks} for one in views]
     if report["preset"] == "caches":
@@ -291,7 +291,8 @@ def ways_of(report: Report) -> dict[tuple[str, str], list[Row]]:
     """Return the turns of each way of feeding the conversation, by (engine or path, way)."""
     found: dict[tuple[str, str], list[Row]] = {}
     views = cell_views(report)
-    for row in sorted(rows_of(report, "turn"), key=lambda row: (row["cell"], row["turn"])):
+    turns = rows_of(report, "turn") if report["preset"] == "chat" else []
+    for row in sorted(turns, key=lambda row: (row["cell"], row["turn"])):
         found.setdefault((views[row["cell"]].runs_on, row["way"]), []).append(row)
     return found
 
@@ -357,6 +358,15 @@ def environment_table(report: Report) -> Table:
         flops = f"{_flops(ceilings['flops_per_second'])}/s in {ceilings['dtype']}, by {ceilings['flops_by']}"
         rows += [["best read bandwidth that was seen", read], ["best matrix rate that was seen", flops]]
     return Table("Machine, versions and model", ["what", "value"], rows)
+
+
+def setups_table(report: Report) -> Table:
+    """Return in what the setups of a merged report differ, a row each."""
+    setups = report["plan"].get("setups", [])
+    if len(setups) < 2:
+        return Table("")
+    rows = [[str(number), *map(_words, setup.values())] for number, setup in enumerate(setups, 1)]
+    return Table("Setups", ["setup", *(name.replace("_", " ") for name in setups[0])], rows)
 
 
 def _named(values: dict[str, Any]) -> list[list[str]]:

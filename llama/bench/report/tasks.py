@@ -54,14 +54,20 @@ def _mean(rows: Sequence[Row]) -> Row:
     return mean
 
 
+def scores_of(row: Row) -> dict[str, Any]:
+    """Return the scores of a row as text, with intervals, and the mean lengths of its answers."""
+    shown: dict[str, Any] = {}
+    for way in WAYS:
+        shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
+        shown[f"score{way}"] = _with_interval(row[f"scores{way}"]) if row["judged"] else NOT_JUDGED
+    return shown | ({"context": "as in the file"} if row["context"] is None else {})
+
+
 def _as_text(report: Report, row: Row, full: Row | None) -> dict[str, Any]:
     """Return a row of the table. `full`: the row of the first kind for the same task and length."""
-    shown: dict[str, Any] = {**row, "kind": kind_names(report)[row["cell"]]}
-    shown |= {"context": "as in the file"} if row["context"] is None else {}
+    shown: dict[str, Any] = {**row, "kind": kind_names(report)[row["cell"]], **scores_of(row)}
     for way in WAYS:
         scores = row[f"scores{way}"]
-        shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
-        shown[f"score{way}"] = _with_interval(scores) if row["judged"] else NOT_JUDGED
         shown |= dict.fromkeys((f"difference{way}", f"lost{way}"), "-" if row["judged"] else NOT_JUDGED)
         if row["judged"] and full is not None and full is not row and len(full[f"scores{way}"]) == len(scores):
             more = [one - other for one, other in zip(scores, full[f"scores{way}"], strict=True)]

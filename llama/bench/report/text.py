@@ -22,6 +22,7 @@ from llama.bench.report.contents import (
     title,
 )
 from llama.bench.report.derived import fits, growth
+from llama.bench.report.merged import merged_tables
 from llama.bench.report.sentences import headline
 from llama.bench.report.tables import CELL_COLUMNS, GUESS_COLUMNS, on_or_off, repetitions, result_tables
 from llama.bench.schema import KEYS, REPEATED, Report
@@ -60,7 +61,8 @@ def cell_text(report: Report, index: int) -> str:
 
 def table_markdown(report: Report) -> str:
     """Return the tables for the terminal in Markdown, and the line about the machine behind them."""
-    return "\n".join([*map(markdown, result_tables(report)), f"{machine_line(report)}\n"])
+    shown = [*merged_tables(report), *result_tables(report)]
+    return "\n".join([*map(markdown, shown), f"{machine_line(report)}\n"])
 
 
 def report_markdown(report: Report, pictures: Collection[str] = ()) -> str:

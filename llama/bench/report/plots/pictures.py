@@ -30,6 +30,7 @@ def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     painters = {"time": draw_time, "memory": draw_memory, "steps": draw_steps, "speedup": draw_speedup}
     painters |= {"kinds": draw_kinds, "pareto": draw_pareto}
+    painters = {} if report["preset"] == "merged" else painters  # as many cells as there are
     with matplotlib.rc_context(canvas.STYLE):
         found = {name: figure for name, draw in painters.items() if (figure := draw(report)) is not None}
         for figure in found.values() if is_noisy(report) else ():

@@ -1,0 +1,143 @@
+"""Merges reports into one: each cell once for every setup that measured it, and ratios only of what is comparable.
+
+Times are comparable if everything that `llama.host.machine.environment` states is equal: the machine, its CPU, the
+commit, the count of threads. Quality is comparable wherever the digest of weights and inputs is equal. Of a cell
+stay its figures and its failed checks; ids, texts and memory ledgers stay in the files that were merged.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from llama.bench.cell import FULL
+from llama.bench.schema import KEYS, Report, Row, cell_of, check_setups, differing, merge, new_report
+from llama.bench.statistics import median_of, values_of
+
+TIMES = {"cell": "seconds", "turn": "first_token_seconds", "prompts": "first_token_seconds"}  # others: step_seconds
+LEFT = {"memory", "comparison"}  # rows that stay in the files
+LEFT_COLUMNS = {"ids", "text"}
+
+
+def merged(reports: Iterable[Report], *, command: str = "") -> Report:
+    """Return one report of many, which are read one at a time. Raises ValueError if they have no cell.
+
+    Raises it, too, if one of them is merged from several setups.
+    """
+    report = new_report("merged", [], command=command)
+    setups: list[dict[str, Any]] = []
+    places: dict[tuple[str, int | None], int] = {}
+    for one in reports:
+        check_setups(one)
+        setup = _setup_of(one, setups)
+        found: dict[int, list[Row]] = {place: [] for place in range(len(one["cells"]))}
+        for row in one["rows"]:
+            if row["figures"] not in LEFT and not (row["figures"] == "check" and row["status"] == "ok"):
+                slim = {name: row[name] for name in row if name not in LEFT_COLUMNS}
+                found[row["cell"]].append({**slim, "setup": setup})
+        for place, rows in found.items():
+            key = repr(sorted(one["cells"][place].items())), setup
+            apart = rows
+            if key in places:
+                merge(report, [row for row in rows if "digest" not in row], places[key])
+                apart = [row for row in rows if "digest" in row]
+            else:
+                places[key] = len(report["cells"])
+                report["cells"].append(one["cells"][place])
+            report["rows"] += [{**row, "cell": places[key]} for row in apart]
+        report["failures"] += one["failures"]
+    if not report["cells"]:
+        raise ValueError("the results have no cell; give results of llama-kv sweep or bench, or folders of them")
+    differ = {name for other in setups for name in differing(setups[0], other)}
+    report["environment"] = {name: value for name, value in (setups or [{}])[0].items() if name not in differ}
+    report["plan"] = {"setups": [{name: one.get(name) for name in sorted(differ)} for one in setups]}
+    report["rows"], why = _joined(report)
+    why += _with_ratios(report)
+    report["reading"] = [f"{words} ({count} of them)." for words, count in Counter(why).items()]
+    return report
+
+
+def _setup_of(report: Report, setups: list[dict[str, Any]]) -> int | None:
+    """Return the number of a report's environment, None if nothing ran.
+
+    An environment that does not identify its machine is equal to no other.
+    """
+    environment = report["environment"]
+    if not environment:
+        return None
+    if environment.get("machine") and environment in setups:
+        return setups.index(environment)
+    setups.append(environment)
+    return len(setups) - 1
+
+
+def unlike(report: Report, one: Row, other: Row, *, timed: bool) -> list[str]:
+    """Return the names of what forbids a ratio of two rows: facts of their setups, or the digest of their inputs."""
+    if not timed and "digest" in one and "digest" in other:
+        return ["digest"] * (one["digest"] != other["digest"])
+    if None in (one["setup"], other["setup"]):
+        return ["environment"]
+    if one["setup"] == other["setup"]:
+        return []
+    setups = report["plan"]["setups"]
+    return differing(setups[one["setup"]], setups[other["setup"]]) or ["machine"]
+
+
+def _key(report: Report, row: Row, **changed: Any) -> tuple[Any, ...]:
+    return row["figures"], cell_of(report, row).but(**changed), *(row.get(name) for name in KEYS[row["figures"]])
+
+
+def _joined(report: Report) -> tuple[list[Row], list[str]]:
+    """Return the rows with those of quality once for all setups with the same digest, and a phrase for each conflict.
+
+    `also` lists the other setups of such a row; its times are those of the first.
+    """
+    first: dict[tuple[Any, ...], Row] = {}
+    rows, why = [], []
+    for row in report["rows"]:
+        if row.get("digest") is None:
+            rows.append(row)
+            continue
+        key = _key(report, row)
+        known = first.setdefault((*key, row["digest"]), row)
+        other = first.setdefault((*key, None), row)
+        if known is not row:
+            if row["setup"] not in (seen := [known["setup"], *known.get("also", [])]):
+                known["also"] = [*seen[1:], row["setup"]]
+            continue
+        if other is not row:
+            why.append(f"Not merged, because the digest of the weights or the inputs differs: {row['figures']}")
+        rows.append(row)
+    return rows, why
+
+
+def _with_ratios(report: Report) -> list[str]:
+    """Give each row its time and its bytes over those of the full cache, and return why others have none."""
+    full: dict[tuple[Any, ...], list[Row]] = {}
+    for row in _comparable(report):
+        if cell_of(report, row).kv_cache == FULL and cell_of(report, row).kv_caching:
+            full.setdefault(_key(report, row), []).append(row)
+    why = []
+    for row in _comparable(report):
+        others = full.get(_key(report, row, kv_cache=FULL, kv_caching=True), [])
+        for name, timed in (("time_of_full", True), ("of_full", False)):
+            if (value := _value(row, timed=timed)) is None or not others:
+                continue
+            reasons = [unlike(report, row, other, timed=timed) for other in others]
+            if least := min(reasons, key=len):
+                what = "time" if timed else "bytes"
+                why.append(f"No ratio of {what} to {FULL}, because these differ: {', '.join(least)}")
+            elif base := _value(others[reasons.index([])], timed=timed):
+                row[name] = value / base
+    return why
+
+
+def _comparable(report: Report) -> Iterator[Row]:
+    return (row for row in report["rows"] if row["figures"] != "check" and not row.get("predicted"))
+
+
+def _value(row: Row, *, timed: bool) -> float | None:
+    """Return the median time of a row, or its bytes; None without them."""
+    if not timed:
+        return row.get("cache_bytes")
+    name = TIMES.get(row["figures"], "step_seconds")
+    return median_of(row, name) if values_of(row, name) else None

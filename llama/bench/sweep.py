@@ -1,0 +1,229 @@
+"""A sweep: a plan of cells in TOML, each of which gets a file of its own in the folder of the sweep.
+
+The folder is the only state. A cell is done when its file is there, which appears as a whole. So the same command
+continues a sweep that ended in any way, and any number of processes may share one. A cell is measured by the jobs of
+single cells and of the preset `caches`.
+"""
+
+import hashlib
+import json
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, product
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama.api import pick_cache
+from llama.bench.cell import Cell
+from llama.bench.compare import add_result
+from llama.bench.noise import judge_noise
+from llama.bench.presets import AMOUNTS, FEWEST, Calibration, Job, kind_groups, plan_report
+from llama.bench.report.files import write_json
+from llama.bench.run.directory import read_report
+from llama.bench.run.jobs import JobDied, run_job
+from llama.bench.run.models import find_model, make_cell
+from llama.bench.run.tasks import IN_FILE
+from llama.bench.schema import Report, cell_row, new_report
+from llama.bench.single import measure_cell
+from llama.costs import RELEASED
+from llama.host.files import lock_file
+from llama.quality.ruler import TASKS
+
+GENERATE, OFF = "generate", "off"  # the task of a single cell; the kind that stands for no cache
+KIND_TASKS = {"costs": "cache_costs", "quality": "cache_quality"}  # of `caches`, as are those of its --task: one row
+AXES: dict[str, list[Any]] = {
+    "models": ["demo"], "tasks": [GENERATE], "contexts": [256], "batch": [1], "kinds": [OFF, "static"],
+}  # fmt: skip
+SETTINGS: dict[str, type] = {
+    **dict.fromkeys(("repeats", "samples", "output_len", "threads", "activations", "seed"), int),
+    **dict.fromkeys(("exact", "fast", "repack"), bool),
+    **dict.fromkeys(("device", "dtype", "logits", "quantize", "tokenizer_path"), str),
+}
+OF_TASK = ("repeats", "samples")  # settings that are no fields of a cell
+LOOK_EVERY = 1.0  # seconds, at a lock that another process has
+
+
+class Point(NamedTuple):
+    """What decides one cell of a sweep. Points that differ in the kind alone are a group."""
+
+    model: str
+    task: str
+    context: int
+    batch: int
+    kind: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def id(self) -> str:
+        """A digest of the point, which is the same on every machine."""
+        return hashlib.blake2b(json.dumps(self).encode(), digest_size=8).hexdigest()
+
+    @property
+    def group(self) -> "Point":
+        return self._replace(kind="")
+
+    def cell(self) -> Cell:
+        """Return the cell to measure. Raises ValueError if it cannot be measured."""
+        sizes = {"input_len": self.context, **{name: value for name, value in self.settings if name not in OF_TASK}}
+        if self.task != GENERATE:  # the context is the length of the whole text
+            sizes |= {"input_len": max(1, self.context - 1), "output_len": 1}
+        named = {"model": self.model} if self.model in ("demo", *RELEASED) else {"ckpt_dir": self.model}
+        kind = {"kv_caching": False} if self.kind == OFF else {"kv_cache": self.kind}
+        return make_cell(**named, **kind, batch_size=self.batch, **{"output_len": 32, **sizes})
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def read_plan(text: str) -> list[Point]:
+    """Return the points of a plan, group by group. Raises ValueError for a name or a value that no cell can have."""
+    try:
+        plan = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the plan is not TOML: {error}") from error
+    if unknown := plan.keys() - {*AXES, *SETTINGS}:
+        raise ValueError(f"the plan has {sorted(unknown)[0]!r}; known are {', '.join([*AXES, *SETTINGS])}")
+    for name, value in plan.items():
+        kind, values = (SETTINGS[name], [value]) if name in SETTINGS else (type(AXES[name][0]), value)
+        is_list = isinstance(values, list) and bool(values) and all(type(one) is kind for one in values)
+        if not is_list or len(set(values)) < len(values):
+            what = "of the type" if name in SETTINGS else "a list of different values of the type"
+            raise ValueError(f"the plan has {name}={value!r:.80}, which must be {what} {kind.__name__}")
+    axes = {name: plan.get(name, default) for name, default in AXES.items()}
+    settings = tuple((name, plan[name]) for name in SETTINGS if name in plan)
+    _check(axes, dict(settings))
+    points = []
+    for model, task, context, batch, kind in product(*axes.values()):
+        if task == GENERATE:
+            points.append(Point(model, task, context, batch, kind, settings))
+        elif kind != OFF:  # the samples of a file have lengths of their own
+            points.append(Point(model, task, 1 if task.endswith(IN_FILE) else context, 1, kind, settings))
+    if not points:
+        raise ValueError(f"the plan has no cell: no task of {', '.join(axes['tasks'])} measures the kind {OFF}")
+    return list(dict.fromkeys(points))
+
+
+def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for an unknown name, and for settings that no cell can have."""
+    for model in axes["models"]:
+        if model not in ("demo", *RELEASED) and not Path(model).exists():
+            raise ValueError(f"the plan has the model {model!r}; known are demo, {', '.join(RELEASED)} and paths")
+    for task in axes["tasks"]:
+        family, _, names = task.partition(":")
+        ruler = family == "ruler" and {*names.split(",")} <= {"", *TASKS}
+        if not (ruler or task in (GENERATE, *KIND_TASKS) or (task.endswith(IN_FILE) and Path(task).is_file())):
+            known = f"{', '.join([GENERATE, *KIND_TASKS])}, ruler, ruler:NAME,NAME and files FILE{IN_FILE}"
+            raise ValueError(f"the plan has the task {task!r}; known are {known}; NAME is {', '.join(TASKS)}")
+    for kind in axes["kinds"]:
+        if kind != OFF:
+            pick_cache(kind)
+    for name in OF_TASK:
+        if settings.get(name, 1) < 1:
+            raise ValueError(f"the plan has {name}={settings[name]}, which must be at least 1")
+    fields = {name: value for name, value in settings.items() if name not in OF_TASK and value != "auto"}
+    for context, batch in product(axes["contexts"], axes["batch"]):
+        Cell(input_len=context, batch_size=batch, **fields)
+
+
+def part_of(points: Sequence[Point], i: int, n: int) -> list[Point]:
+    """Return the i-th of n parts. A group stays whole, so that its cells run on one machine and can be compared."""
+    groups = [list(group) for _, group in groupby(points, key=lambda point: point.group)]
+    return [point for group in groups[i - 1 :: n] for point in group]
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def file_of(folder: Path, point: Point) -> Path:
+    return folder / f"{point.id}.json"
+
+
+def is_done(folder: Path, point: Point) -> bool:
+    """Return whether a cell has its file; one that died has none that counts, and is measured again."""
+    report = read_report(file_of(folder, point))
+    return report is not None and not str(cell_row(report, 0)["error"]).startswith("died")
+
+
+def measure_points(
+    points: Sequence[Point], folder: Path, *, command: str, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Point]:
+    """Measure every cell that is not done, and yield each point as soon as its file is there.
+
+    A process that finds a group in use waits until the other one has ended, in any way. Raises OSError for the folder.
+    """
+    for group, cells in groupby(points, key=lambda point: point.group):
+        with _locked(folder / "locks" / group.id, waiting):
+            for point in cells:
+                if not is_done(folder, point):
+                    write_json(measure(point, command=command, waiting=waiting), file_of(folder, point))
+                yield point
+
+
+@contextmanager
+def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        while True:
+            try:
+                lock_file(file)
+                break
+            except BlockingIOError:
+                waiting()
+                time.sleep(LOOK_EVERY)
+        yield
+
+
+def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = lambda: None) -> Report:
+    """Return the report of one cell; if it cannot be measured, its row has an `error`."""
+    try:
+        cell = point.cell()
+        if point.task == GENERATE:
+            repeats = dict(point.settings).get("repeats", 1)
+            report = measure_cell(cell, repeats=repeats, command=command, waiting=waiting)
+        else:
+            report = _measure_kind(cell, *_kind_jobs(point, cell), command, waiting)
+    except ValueError as why:
+        known = Cell(model=point.model, input_len=point.context, batch_size=point.batch)
+        kind = {"kv_caching": False} if point.kind == OFF else {"kv_cache": point.kind}
+        report = new_report("cell", [known.but(**kind)], command=command)
+        cell_row(report, 0)["error"] = f"refused: {why}"
+    report["plan"] = {**report["plan"], "sweep": point._asdict()}
+    return report
+
+
+def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
+    """Return what the preset `caches` plans to measure of a kind at one context, and all its jobs, in any time."""
+    limit, scored = find_model(cell).args.max_seq_len, min(AMOUNTS[0][0], point.context // 2)
+    asked: Any = {"kinds": [point.kind], "contexts": [] if point.task.endswith(IN_FILE) else [point.context]}
+    if point.task == "quality":
+        asked["prompt_len"] = point.context - scored
+        if scored < FEWEST:
+            raise ValueError(f"context={point.context} is too short: a kind is judged on texts of {2 * FEWEST} tokens")
+    elif point.task not in KIND_TASKS:
+        asked |= {"tasks": [point.task], "samples": dict(point.settings).get("samples")}
+    whole = plan_report("caches", cell, engines=[], **asked, budget=None)
+    plan = whole["plan"]
+    plan["longest"] = max(2 * FEWEST, min(plan["longest"], point.context))
+    groups = kind_groups(whole, Calibration(limit, 1, 0.0, 0.0, 0.0, 1, 0.0), lambda: inf)
+    jobs = [job for group in groups for job in group.jobs if job.kind == KIND_TASKS.get(point.task, "cache_task")]
+    # The jobs have the plan itself. Needles at other lengths belong to other cells.
+    plan["needle_lengths"] = [length for length in plan["needle_lengths"] if length == point.context]
+    names = {"costs": ["contexts"], "quality": [*plan]}.get(point.task, ["tasks"])
+    return {name: plan[name] for name in names}, [job for job in jobs if job.cell.kv_cache == cell.kv_cache]
+
+
+def _measure_kind(
+    cell: Cell, plan: dict[str, Any], jobs: Sequence[Job], command: str, waiting: Callable[[], None]
+) -> Report:
+    report = new_report("caches", [cell], command=command, plan=plan)
+    try:
+        add_result(report, run_job("machine", cell, waiting=waiting), 0)
+        for job in jobs:
+            add_result(report, run_job(job.kind, cell, waiting=waiting, **job.options), 0)
+    except JobDied as death:
+        cell_row(report, 0)["error"] = f"died: {death}"
+    judge_noise(report)
+    return report

@@ -1,0 +1,124 @@
+"""The commands of sweeps: llama-kv sweep PLAN.toml measures the cells of a plan, llama-kv merge makes one report."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama.cli.benchmark_inference import as_started, report_exit_code, show_report
+from llama.cli.compare import read_result
+from llama.host import console
+from llama.host.cores import FreeCores
+from llama.host.parts import own_part
+from llama.host.progress import progress_bar
+from llama.untrusted.files import read_text
+
+if TYPE_CHECKING:
+    from llama.bench.schema import Report
+
+_LONGEST_PLAN = 1 << 20  # bytes of a plan
+
+
+def main(
+    *plan: str,
+    out: str | None = None,
+    part: str | None = None,
+    submit: str | None = None,
+    tasks: int = 4,
+    option: list[str] = [],  # noqa: B006  (read only)
+) -> int:
+    """Measure the cells of a plan, each once, and make one report of them.
+
+    The exit code is 3 if a check is violated, 1 if a cell died or was refused, 2 for a mistake, and otherwise 0. The
+    same command continues a sweep that ended in any way.
+
+    Args:
+        plan: A TOML file with lists: models, kinds, contexts, batch, tasks; docs/sweeps.md has the others.
+        out: The folder of the cells' files, by default results/ and the name of the plan.
+        part: Measure the i-th of n parts, i/n; by default that of a task of Slurm's job array.
+        submit: Start the parts by submitit, slurm or local, wait, start again what died, and make the report.
+        tasks: The number of parts that --submit starts.
+        option: A parameter of submitit's executor, NAME=VALUE, such as slurm_partition=short; may be repeated.
+    """
+    if len(plan) != 1:
+        raise ValueError(f"{len(plan)} plans; give one TOML file")
+    file = Path(plan[0])
+    folder = Path(out) if out is not None else Path("results") / file.stem
+    if submit is not None:
+        _submit(file, folder, submit, tasks, option)
+    else:
+        i, n = own_part(part)
+        _measure_part(file, folder, i, n)
+        if n > 1:
+            return 0
+    return merge(str(folder), out=str(folder / "report"))
+
+
+def _measure_part(file: Path, folder: Path, i: int, n: int) -> None:
+    """Measure the i-th of n parts of a plan."""
+    cores = FreeCores()  # looks while torch is loaded
+    from llama.bench.sweep import measure_points, part_of, read_plan
+
+    points, done = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n), 0
+    cores.choose_threads(console.note)
+    try:
+        with progress_bar("cells", total=len(points), unit="cell") as bar:
+            for _ in measure_points(points, folder, command=as_started(), waiting=bar.refresh):
+                done += 1
+                bar.update()
+    except BaseException:
+        console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
+        raise
+    console.put(f"{folder}: {len(points)} cells of part {i} of {n} are done")
+
+
+def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:
+    """Measure the parts of a plan by tasks of a cluster, until every cell is done or tasks die again and again."""
+    from llama.bench.sweep import is_done, part_of, read_plan
+    from llama.cli.submit import run_parts
+
+    points = read_plan(read_text(file, limit=_LONGEST_PLAN))
+    parts = [part_of(points, i, tasks) for i in range(1, tasks + 1)]
+
+    def undone() -> dict[int, int]:
+        counts = {i: sum(not is_done(folder, point) for point in part) for i, part in enumerate(parts, 1)}
+        return {i: count for i, count in counts.items() if count}
+
+    words = [str(file.resolve()), "--out", str(folder.resolve())]
+    run_parts(words, folder, undone, cluster=cluster, tasks=tasks, options=options)
+
+
+def merge(*results: str, out: str = "merged") -> int:
+    """Make one report of results of llama-kv sweep and bench, which may come from several machines.
+
+    The exit code is that of llama-kv sweep.
+
+    Args:
+        results: Results as JSON, and folders of them: of a sweep, or of a preset of llama-kv bench.
+        out: The folder of the report.
+    """
+    from llama.bench.merged import merged
+    from llama.bench.report.files import write_report
+
+    try:
+        report = merged(_different(results), command=as_started())
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"a result is malformed ({error!r}); measure it again") from error
+    show_report(report, write_report(report, Path(out)))
+    return report_exit_code(report)
+
+
+def _different(results: tuple[str, ...]) -> Iterator["Report"]:
+    """Yield the reports in files and folders, each content once. Raises ValueError for a folder without results."""
+    seen = set()
+    for name in results:
+        files = sorted(Path(name).glob("*.json")) if Path(name).is_dir() else [Path(name)]
+        if not files:
+            raise ValueError(f"{name} has no .json file; give the folder of a sweep or of a preset, or a result")
+        for file in files:
+            report = read_result(str(file))
+            digest = hashlib.blake2b(json.dumps(report).encode()).digest()
+            if digest not in seen:
+                seen.add(digest)
+                yield report
