@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+if __name__ == "__main__":
+    from llama.host import console
+
+    console.quiet_imports()
+
 import torch
 
 from llama import cli, load
