@@ -18,7 +18,7 @@ for name in ("SIGKILL", "SIGALRM", "SIGPIPE", "SIGHUP", "setitimer"):
 
 import importlib
 import llama
-OPTIONAL = ("triton_kernels", "template_child")  # one needs a package that not everybody has, the other is a process
+OPTIONAL = ("triton_kernels", "lm_eval", "template_child")  # two need packages of their own, the last is a process
 for module in pkgutil.walk_packages(llama.__path__, "llama."):
     if not module.name.endswith(OPTIONAL):
         importlib.import_module(module.name)
