@@ -57,9 +57,9 @@ def with_rates(report: Report) -> None:
         row.update(roofline_shares(cell, row, report["ceilings"]))
 
 
-def compare_pair(report: Report, on: Row, off: Row) -> None:
+def compare_pair(report: Report, on: Row, off: Row, *, with_margin: bool = True) -> None:
     """Compare the tokens of a cell with those of its `other` cell: a row, a note in both, and of guesses a check."""
-    comparison, cell = compare_modes(report, on, off), cell_of(report, on)
+    comparison, cell = compare_modes(report, on, off, with_margin=with_margin), cell_of(report, on)
     words = comparison_words(comparison)
     merge(report, [comparison])
     for row in (on, off):
@@ -71,8 +71,8 @@ def compare_pair(report: Report, on: Row, off: Row) -> None:
         merge(report, [found], on["cell"])
 
 
-def compare_modes(report: Report, on: Row, off: Row) -> Row:
-    """Compare the tokens of a cell and of its `other` cell; ours are run once more if they differ."""
+def compare_modes(report: Report, on: Row, off: Row, *, with_margin: bool = True) -> Row:
+    """Compare the tokens of a cell and of its `other` cell; ours are run once more, for the margin, if they differ."""
     found, tokens = first_divergence(on["ids"], off["ids"]), sum(map(len, off["ids"]))
     row: Row = {"figures": "comparison", "cell": on["cell"], "other_cell": off["cell"], "tokens": tokens}
     row["equal"] = found is None
@@ -80,7 +80,7 @@ def compare_modes(report: Report, on: Row, off: Row) -> Row:
         return row
     row |= {**found, "margin": None}
     at, cell = found["divergence_row"], cell_of(report, off)
-    if cell.engine == "llama":
+    if cell.engine == "llama" and with_margin:
         try:
             ids = off["ids"][at][: found["divergence_token"]]
             row["margin"] = run_job("margin", cell, row=at, ids=ids)["margin"]

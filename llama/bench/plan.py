@@ -49,7 +49,7 @@ class Run:
         `progress` is a `seconds_bar`; the page shows a generation of `watched`.
         """
         self.folder, self.report, self.progress, self.watched = folder, report, progress, watched
-        self.budget = 60 * (self.report["budget_minutes"] or math.inf)  # no budget: everything once
+        self.budget = self._whole()  # without what a report needs to write its files
         self.is_hand_in = report["preset"] == "report"  # whose minutes end with its files
         self.overrun = 0.0 if self.is_hand_in else OVERRUN
         self.began = time.monotonic() if began is None else began
@@ -135,9 +135,9 @@ class Run:
             words += f", {duration(left)} of the budget are left"
             words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
         if once > left:
-            enough = math.ceil((self.budget - left + once) / 60)
+            enough, flag = math.ceil((self._whole() - left + once) / 60), "minutes" if self.is_hand_in else "budget"
             words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
-            words += f"--budget {enough}; --budget 0 measures everything once, however long it takes"
+            words += f"--{flag} {enough}; --{flag} 0 measures everything once, however long it takes"
         self.progress.write(f"{words}.")
 
     def _groups(self) -> Iterator[Group]:
@@ -147,6 +147,10 @@ class Run:
         if self.watched is not None and not self.is_hand_in and steps_of(self.folder) is None:
             yield Group((recording_job(self.watched, self.calibration),))
         yield from groups
+
+    def _whole(self) -> float:
+        """Return the seconds of the budget; infinite without one: then everything is done once."""
+        return 60 * (self.report["budget_minutes"] or math.inf)
 
     def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
         """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
@@ -231,14 +235,13 @@ class Run:
         report = self.report
         report["rows"] = [row for row in report["rows"] if row["figures"] != "comparison"]
         for pair in pairs(report):
-            compare_pair(report, *pair)
+            compare_pair(report, *pair, with_margin=not self.is_hand_in)  # a process would pass a report's minutes
         compare_engines(report)
         compare_turns(report)
 
     def _finish(self) -> None:
         """Write what follows from the figures into the report."""
-        report, budget = self.report, 60 * (self.report["budget_minutes"] or math.inf)
-        over = time.monotonic() - self.began - budget
+        report, over = self.report, time.monotonic() - self.began - self._whole()
         with_rates(report)
         judge_noise(report)
         report["reading"] = findings(report)

@@ -133,7 +133,7 @@ def plan_report(
     tasks, samples: what `caches` judges kinds by beside that text, see `plan_tasks`.
     prompts: those that `report` continues in both modes.
     """
-    if preset in ("caches", "chat") and base.ranks > 1:
+    if preset in ("caches", "chat", "report") and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
     plan: dict[str, Any] = {}
     source = find_model(base)

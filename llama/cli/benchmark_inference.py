@@ -128,7 +128,7 @@ def hand_in(*, minutes: float = 5.0, ckpt_dir: str | None = None, device: str = 
     It is bench --preset report, which has more flags.
 
     Args:
-        minutes: How long it may take. Pairs that do not fit are predicted, the largest batch first.
+        minutes: How long it may take; 0: any time. Pairs that do not fit are predicted, the largest batch first.
         ckpt_dir: A checkpoint's directory or .gguf file; by default the demo on a CPU, and llama-3.2-1b on a GPU.
         device: Where it computes: auto, cpu, cuda or mps.
         out: The folder in which it makes its own folder.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_reports import hand_in_report, only_cell, table_report
+from bench_reports import hand_in_report, only_cell, predicted, table_report
 from fakes import write_checkpoint
 from jobs_here import Here, jobs_here
 
@@ -53,7 +53,10 @@ def test_the_three_sentences_have_the_figures_of_this_machine() -> None:
     time, memory, when = findings(hand_in_report())
     assert time.startswith("Time: at batch 1 the job is 7.4 times faster with the cache, 1.02 s instead of 7.5")
     assert "287 instead of 8,688 tokens go through the model, 30 times less work, but each step must read" in time
-    assert "the peak is 13 MB higher at batch 1, 101 MB higher at batch 8 and 202 MB higher at batch 16" in memory
+    assert (
+        "the peak is 13 MB higher at batch 1, 101 MB higher at batch 8 (predicted) and 202 MB higher at batch 16"
+        in memory
+    )
     assert "46,080 bytes for each token of each row" in memory
     assert "The first token takes 0.21" in when
     bare = only_cell(only_cell(hand_in_report(), 0), 1)
@@ -63,6 +66,24 @@ def test_the_three_sentences_have_the_figures_of_this_machine() -> None:
     bare["rows"] += rows_of(hand_in_report(), "text")
     assert headline(bare)[2] == ("other tokens, of 3", "with the cache and without")
     assert headline(only_cell(only_cell(bare, 2), 4)) == []
+
+
+def test_a_report_that_was_interrupted_or_lacks_figures_is_written_and_claims_no_more_than_it_has() -> None:
+    report = hand_in_report()
+    report["rows"] = [row for row in report["rows"] if row["figures"] != "peak" or row["cell"] == 0]
+    assert [row[0] for row in published_table(report).rows] == ["1", "1"], "the peaks of batch 1, which comes first"
+    for row in rows_of(report, "cell"):
+        row["tensor_peak_bytes"] = None  # as on a device that counts none
+    assert findings(report)[1].startswith("Memory: the cache stores 46,080 bytes")
+    half = hand_in_report()
+    half["rows"] = [row for row in half["rows"] if row["figures"] != "comparison"]
+    predicted(half, 1)
+    assert headline(half)[0][0].startswith("~")
+    assert saved(half)[0]["n"] == "predicted"
+    predicted(half, 0)
+    assert "exact" not in machine_line(half), "nothing was measured"
+    cell_row(half, 5)["seconds"] = None
+    assert "0.00" not in " ".join(published_table(half).notes)
 
 
 def test_a_predicted_time_has_a_range_in_table_csv_and_picture() -> None:
@@ -146,7 +167,7 @@ def test_the_published_peaks_are_explained_by_logits_and_the_difference_is_shown
         assert computed == pytest.approx(published, rel=0.005)
     assert [row[2] for row in table.rows] == ["3,071.57", "3,230", "4,495", "5,755", "6,133", "8,641"]
     assert [row[-1] for row in table.rows] == ["600.00", "650.00", "~600.00", "~650.00", "~600.00", "~650.00"]
-    assert table.notes[1].endswith("here 1.02 to 5.11 s with the cache and 7.57 to 115.91 s without")
+    assert table.notes[1].endswith("here 1.02 to ~5.11 s with the cache and 7.57 to ~115.91 s without")
     assert table.notes[-1] == (
         "measured here at batch 1: with the logits of the last position the cache takes 13 MB more than no cache; with "
         "those of all positions 50 MB less"

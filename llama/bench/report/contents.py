@@ -118,8 +118,10 @@ def machine_line(report: Report) -> str:
     if state == "busy" or off_by > 1.05:
         words[0] += ": times may be off"
         words[0] += f" by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}" if off_by > 1.05 else ""
-    words.append("memory and tokens are exact")
-    if predicted := sum(view.is_predicted for view in views):
+    predicted = sum(view.is_predicted for view in views)
+    if predicted < len(views):
+        words.append("memory and tokens are exact")
+    if predicted:
         words.append(f"{predicted} of {len(views)} cells are predicted (~)")
     missing = len(left_out(report)) - bool(predicted)
     return f"{'; '.join(words)}{'; some figures were not measured' * (missing > 0)}."

@@ -61,7 +61,8 @@ def saved(report: Report) -> list[Derived]:
     """Return what the cache saves and costs in each pair of cells, measured or predicted."""
     found, scattered = [], scatter(report)
     for on, off in (group for group in groups(report) if len(group) == 2):
-        row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": on.is_predicted}
+        predicted = on.is_predicted or off.is_predicted
+        row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": predicted}
         row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
         for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
             fast, slow = on.median(column), off.median(column)
@@ -73,7 +74,7 @@ def saved(report: Report) -> list[Derived]:
         fed = on.row.get("token_forwards"), off.row.get("token_forwards")
         row["less_work"] = None if fed[0] is None or fed[1] is None else fed[1] / fed[0]
         row |= {"bound_on": on.row.get("bound_by"), "bound_off": off.row.get("bound_by")}
-        row["n"] = "predicted" if on.is_predicted else counts(spread(on.row, "seconds"), spread(off.row, "seconds"))
+        row["n"] = "predicted" if predicted else counts(spread(on.row, "seconds"), spread(off.row, "seconds"))
         found.append(row)
     return found
 

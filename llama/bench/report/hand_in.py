@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from llama.bench.report.cells import CellView, cell_views, in_table_order
-from llama.bench.report.columns import NOT_MEASURED, Table, least_to_most, megabytes
+from llama.bench.report.columns import NOT_MEASURED, Table, megabytes
 from llama.bench.report.peak import peak_bytes
 from llama.bench.schema import Report, Row, cell_of, rows_of
 from llama.costs import MB, RELEASED, peak_memory
@@ -59,7 +59,7 @@ def _statement(file: str, kind: type[Any], wanted: Callable[[Any], bool]) -> str
 def published_table(report: Report) -> Table:
     """Return the published peaks beside one's own, with the logits of the last position and of all positions."""
     found = {(cell_of(report, row).batch_size, row["kv_caching"]): row for row in rows_of(report, "peak")}
-    views = in_table_order(cell_views(report)) if found else []
+    views = [one for one in in_table_order(cell_views(report)) if (one.cell.batch_size, one.cell.kv_caching) in found]
     peaks = {one.index: found[one.cell.batch_size, one.cell.kv_caching] for one in views}
     heads = ["batch size", "KV cache", "published peak, MB", "computed for it, MB", "of these logits, MB"]
     heads += ["own peak, MB", "own peak with all logits, MB"]
@@ -103,9 +103,11 @@ def _why(views: Sequence[CellView], peaks: Mapping[int, Row]) -> list[str]:
 
 
 def _seconds(views: Sequence[CellView], *, kv_caching: bool) -> str:
-    """Return the shortest and the longest time of a mode, measured or predicted."""
-    times = [one.median("seconds") or 0.0 for one in views if one.cell.kv_caching == kv_caching]
-    return f"{least_to_most(times, '.2f')} s"
+    """Return the shortest and the longest time of a mode; ~ before a predicted one."""
+    of_mode = [(one.median("seconds"), one.is_predicted) for one in views if one.cell.kv_caching == kv_caching]
+    times = sorted((seconds, predicted) for seconds, predicted in of_mode if seconds is not None)
+    ends = [f"{'~' * predicted}{seconds:.2f}" for seconds, predicted in times[:: max(len(times) - 1, 1)]]
+    return f"{' to '.join(ends)} s" if ends else NOT_MEASURED
 
 
 def _peak_of(row: Row) -> int:

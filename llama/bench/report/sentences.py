@@ -34,7 +34,8 @@ def findings(report: Report) -> list[str]:
         batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
         ends = [end for row in left for end in row["times_faster_range"] or [row["times_faster"]]]
         factors = range_faster([row["times_faster"] for row in left])
-        words = f" ({least_to_most(ends, '.2g')})" if len(ends) > len(left) else ""
+        words = least_to_most(ends, ".2g") if min(ends) > 1 else range_faster(ends)
+        words = f" ({words})" if len(ends) > len(left) else ""
         why = "the budget was too small for a measurement"
         found.append(f"Batch {batches} with the KV cache: predicted {factors}{words}; {why}.")
     found += [_with_guesses(report, on, plain) for on, plain in pairs_of(report) if cell_of(report, on).speculate]
@@ -209,15 +210,14 @@ def _hand_in(report: Report) -> Iterator[str]:
     words += f"{row['less_work']:.0f} times less work"
     less = row["times_faster"] < row["less_work"]
     yield f"{words}, but each step must read all weights, for one token or for many." if less else f"{words}."
-    costs = [(one["batch_size"], one["more_bytes"]) for one in rows if one["more_bytes"] is not None]
+    costs = [(one["batch_size"], one["more_bytes"], one["predicted"]) for one in rows if one["more_bytes"] is not None]
     position = on.row["cache_bytes"] // (on.cell.batch_size * on.cell.total_len)
-    words = listed(
-        [f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}" for batch, more in costs]
-    )
-    yield (
-        f"Memory: with the cache the peak is {words}. It stores {position:,} bytes for each token of each row. "
-        f"{peak_words(on)}."
-    )
+    costs_words = []
+    for batch, more, predicted in costs:
+        words = f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}"
+        costs_words.append(f"{words}{' (predicted)' * predicted}")
+    peak = f"with the cache the peak is {listed(costs_words)}. It" if costs else "the cache"
+    yield f"Memory: {peak} stores {position:,} bytes for each token of each row. {peak_words(on)}."
     firsts = [in_seconds(one.median("first_token_seconds")) for one in (on, off)]
     yield (
         f"When not to cache: if the keys and values are not read again. The first token takes {firsts[0]} with the "
