@@ -146,7 +146,7 @@ class Texts:
             self._fed = None
         elif self._running is not None:
             self._caches.keep(text.row, self._running, self._requests())
-            self._drop_ended()
+        self._drop_ended()
 
     def step(self, *, maybe_changed: bool = True) -> list[Event]:
         """Make the next token of all texts that generate, then feed about one piece of prompts; return the events.
@@ -157,8 +157,8 @@ class Texts:
             self._running.batch.maybe_changed = True
         with torch.inference_mode():
             events = [*self._decoded(), *self._prompts_fed()]
-        for event in events:
-            _free_frames(event.error)
+        if self._running is None:
+            self._drop_ended()  # of a text that has ended with its first token
         return events
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -172,10 +172,11 @@ class Texts:
         while stepper.pending and stepper.batch.goes_on:
             events += self._chosen(stepper, self._steps)
         self._drop_ended()
+        _free_frames(events)
         return events
 
     def _drop_ended(self) -> None:
-        """Free the memory of rows that have ended."""
+        """Free the memory of rows that have ended, and of the batch if it has no other rows."""
         if self._running is not None and self._running.batch.goes_on:
             self._running.drop_ended()
         else:
@@ -188,6 +189,7 @@ class Texts:
         left = self._piece
         while left > 0 and (self._fed is not None or self._admitted(events)):
             left -= self._piece_fed(events)
+            _free_frames(events)
         return events
 
     def _piece_fed(self, events: list[Event]) -> int:
@@ -278,8 +280,10 @@ class Texts:
         return [text.request for text in self._texts.values() if text.row is not None]
 
 
-def _free_frames(error: BaseException | None) -> None:
-    """Drop the local variables of an error's calls, which would keep a text's cache as long as the error."""
-    while error is not None:
-        clear_frames(error.__traceback__)
-        error = error.__context__
+def _free_frames(events: Sequence[Event]) -> None:
+    """Drop the local variables of the calls of errors, which would keep a text's cache as long as the error."""
+    for event in events:
+        error: BaseException | None = event.error
+        while error is not None:
+            clear_frames(error.__traceback__)
+            error = error.__context__

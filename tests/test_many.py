@@ -224,6 +224,18 @@ def test_texts_wait_for_rows_and_memory_and_none_fails(kv_cache: str) -> None:
     assert finish == dict.fromkeys(numbers, "length")
 
 
+def test_a_text_that_ends_with_its_first_token_or_while_it_is_fed_leaves_no_memory() -> None:
+    model = tiny_model(ARGS).requires_grad_(False)
+    for max_gen_len, cancelled in ((1, False), (9, True)):
+        texts = Texts(model, kv_cache="paged", piece=64)
+        number = texts.add([1] * 100, max_gen_len, temperature=0)
+        texts.step()
+        assert not texts._caches.root.empty
+        texts.cancel(number) if cancelled else texts.step()
+        assert texts.idle
+        assert texts._caches.root.empty
+
+
 @needs_a_compiler
 def test_a_change_of_the_model_between_two_steps_counts_in_the_next_one() -> None:
     _, model = twins("fp32", ARGS)

@@ -12,6 +12,10 @@ from llama.bench.statistics import best_ceilings, rates, reached, roofline_share
 ENDED = -1  # the token of a row that has ended
 
 
+class OtherSetup(ValueError):
+    """A job ran on other hardware, or on other code, than the jobs before it."""
+
+
 def add_note(report: Report, cell: int, note: str) -> None:
     """Add a note to a cell, unless it has it."""
     row = cell_row(report, cell)
@@ -21,7 +25,7 @@ def add_note(report: Report, cell: int, note: str) -> None:
 def add_result(report: Report, found: dict[str, Any], cell: int) -> None:
     """Put what a job returned into the report: rows of a cell, and the machine.
 
-    Raises ValueError if it ran on other hardware, or on other code, than the jobs before it. If only the name of the
+    Raises OtherSetup if it ran on other hardware, or on other code, than the jobs before it. If only the name of the
     machine differs, `machine` becomes None.
     """
     before = report["environment"]
@@ -32,7 +36,7 @@ def add_result(report: Report, found: dict[str, Any], cell: int) -> None:
         now = {**now, "machine": None}
     if changed:
         words = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed)
-        raise ValueError(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
+        raise OtherSetup(f"repetitions of two machines cannot be compared: {words}; start again without --resume")
     report["environment"] = now
     if "ceilings" in found:
         report["ceilings"] = best_ceilings(report["ceilings"], found["ceilings"])

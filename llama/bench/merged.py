@@ -5,17 +5,19 @@ commit, the count of threads. Quality is comparable wherever the digest of weigh
 stay its figures and its failed checks; ids, texts and memory ledgers stay in the files that were merged.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llama.bench.cell import FULL
-from llama.bench.schema import KEYS, Report, Row, cell_of, check_setups, differing, merge, new_report
+from llama.bench.schema import KEYS, Report, Row, cell_of, cell_row, check_setups, differing, merge, new_report
 from llama.bench.statistics import median_of, values_of
 
 TIMES = {"cell": "seconds", "turn": "first_token_seconds", "prompts": "first_token_seconds"}  # others: step_seconds
 LEFT = {"memory", "comparison"}  # rows that stay in the files
 LEFT_COLUMNS = {"ids", "text"}
+JUDGED = {"nll", "cache_bytes", "score", "score_question_seen", "scores", "scores_question_seen"}
 
 
 def merged(reports: Iterable[Report], *, command: str = "") -> Report:
@@ -38,7 +40,9 @@ def merged(reports: Iterable[Report], *, command: str = "") -> Report:
             key = repr(sorted(one["cells"][place].items())), setup
             apart = rows
             if key in places:
+                errors = [cell_row(report, places[key])["error"], *(row.get("error") for row in rows)]
                 merge(report, [row for row in rows if "digest" not in row], places[key])
+                cell_row(report, places[key])["error"] = next(filter(None, errors), None)  # of any file of this cell
                 apart = [row for row in rows if "digest" in row]
             else:
                 places[key] = len(report["cells"])
@@ -91,23 +95,36 @@ def _joined(report: Report) -> tuple[list[Row], list[str]]:
 
     `also` lists the other setups of such a row; its times are those of the first.
     """
-    first: dict[tuple[Any, ...], Row] = {}
+    first: dict[tuple[Any, ...], list[Row]] = {}
     rows, why = [], []
+    judged = {_key(report, row) for row in report["rows"] if row.get("digest") is not None}
     for row in report["rows"]:
         if row.get("digest") is None:
-            rows.append(row)
+            if not (row.get("predicted") and _key(report, row) in judged):
+                rows.append(row)
             continue
-        key = _key(report, row)
-        known = first.setdefault((*key, row["digest"]), row)
-        other = first.setdefault((*key, None), row)
-        if known is not row:
-            if row["setup"] not in (seen := [known["setup"], *known.get("also", [])]):
-                known["also"] = [*seen[1:], row["setup"]]
+        known = first.setdefault(_key(report, row), [])
+        same = next((one for one in known if one["digest"] == row["digest"] and _alike(one, row)), None)
+        if same is not None:
+            if row["setup"] not in (seen := [same["setup"], *same.get("also", [])]):
+                same["also"] = [*seen[1:], row["setup"]]
             continue
-        if other is not row:
-            why.append(f"Not merged, because the digest of the weights or the inputs differs: {row['figures']}")
+        if known:
+            equal = any(one["digest"] == row["digest"] for one in known)
+            what = "figures differ by more than rounding" if equal else "digest of the weights or the inputs differs"
+            why.append(f"Not merged, because the {what}: {row['figures']}")
+        known.append(row)
         rows.append(row)
     return rows, why
+
+
+def _alike(one: Row, other: Row) -> bool:
+    """Return whether two rows of quality have the same figures, up to rounding. Digests do not cover the code."""
+    for name in JUDGED & one.keys() & other.keys():
+        a, b = one[name], other[name]
+        if a != b and not (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-3)):
+            return False
+    return True
 
 
 def _with_ratios(report: Report) -> list[str]:

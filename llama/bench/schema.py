@@ -150,6 +150,8 @@ def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
 
 
 def _merged(old: Row, new: Row) -> Row:
+    if new.get("predicted") and not old.get("predicted") and (old["figures"] != "cell" or is_measured(old)):
+        return old
     if old.get("predicted"):
         old = {name: old[name] for name in ("figures", "cell", "error", "notes") if name in old}
     if old["figures"] == "check":

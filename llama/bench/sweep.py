@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from llama.api import pick_cache
 from llama.bench.cell import Cell
-from llama.bench.compare import add_result
+from llama.bench.compare import OtherSetup, add_result
 from llama.bench.noise import judge_noise
 from llama.bench.presets import AMOUNTS, FEWEST, Calibration, Job, kind_groups, plan_report
 from llama.bench.report.files import write_json
@@ -141,10 +141,17 @@ def file_of(folder: Path, point: Point) -> Path:
     return folder / f"{point.id}.json"
 
 
+def error_of(folder: Path, point: Point) -> str | None:
+    """Return why a cell has no figures: refused, died, or not measured yet."""
+    report = read_report(file_of(folder, point))
+    error: str | None = "not measured" if report is None else cell_row(report, 0)["error"]
+    return error
+
+
 def is_done(folder: Path, point: Point) -> bool:
     """Return whether a cell has its file; one that died has none that counts, and is measured again."""
-    report = read_report(file_of(folder, point))
-    return report is not None and not str(cell_row(report, 0)["error"]).startswith("died")
+    error = error_of(folder, point)
+    return error is None or error.startswith("refused")
 
 
 def measure_points(
@@ -177,7 +184,10 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = lambda: None) -> Report:
-    """Return the report of one cell; if it cannot be measured, its row has an `error`."""
+    """Return the report of one cell; if it cannot be measured, its row has an `error`.
+
+    A cell during which the code or the machine changed has died: it is measured again.
+    """
     try:
         cell = point.cell()
         if point.task == GENERATE:
@@ -189,7 +199,7 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
         known = Cell(model=point.model, input_len=point.context, batch_size=point.batch)
         kind = {"kv_caching": False} if point.kind == OFF else {"kv_cache": point.kind}
         report = new_report("cell", [known.but(**kind)], command=command)
-        cell_row(report, 0)["error"] = f"refused: {why}"
+        cell_row(report, 0)["error"] = f"{'died' if isinstance(why, OtherSetup) else 'refused'}: {why}"
     report["plan"] = {**report["plan"], "sweep": point._asdict()}
     return report
 
@@ -222,7 +232,14 @@ def _measure_kind(
     try:
         add_result(report, run_job("machine", cell, waiting=waiting), 0)
         for job in jobs:
-            add_result(report, run_job(job.kind, cell, waiting=waiting, **job.options), 0)
+            try:
+                found = run_job(job.kind, cell, waiting=waiting, **job.options)
+            except ValueError as why:
+                if len(jobs) == 1:
+                    raise
+                report["failures"].append(f"{job.name}: {why}")
+            else:
+                add_result(report, found, 0)
     except JobDied as death:
         cell_row(report, 0)["error"] = f"died: {death}"
     judge_noise(report)

@@ -49,16 +49,16 @@ def main(
         _submit(file, folder, submit, tasks, option)
     else:
         i, n = own_part(part)
-        _measure_part(file, folder, i, n)
+        exit_code = _measure_part(file, folder, i, n)
         if n > 1:
-            return 0
+            return exit_code
     return merge(str(folder), out=str(folder / "report"))
 
 
-def _measure_part(file: Path, folder: Path, i: int, n: int) -> None:
-    """Measure the i-th of n parts of a plan."""
+def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
+    """Measure the i-th of n parts of a plan; return 1 if a cell of it died or was refused."""
     cores = FreeCores()  # looks while torch is loaded
-    from llama.bench.sweep import measure_points, part_of, read_plan
+    from llama.bench.sweep import error_of, measure_points, part_of, read_plan
 
     points, done = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n), 0
     cores.choose_threads(console.note)
@@ -70,7 +70,9 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> None:
     except BaseException:
         console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
         raise
-    console.put(f"{folder}: {len(points)} cells of part {i} of {n} are done")
+    failed = sum(error_of(folder, point) is not None for point in points)
+    console.put(f"{folder}: {len(points) - failed} of {len(points)} cells of part {i} of {n} are done")
+    return int(failed > 0)
 
 
 def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:

@@ -172,7 +172,8 @@ class Cache:
 
         Later rows are dropped. Raises RuntimeError during a call of one of the caches. Raises ValueError, before
         anything is written, if the kind cannot join rows, if the kinds, sizes, sources or pools differ, and after a
-        call that did not end. If a layer has no memory for the row, both caches stay as they are.
+        call that did not end. If a layer has no memory for the row, both caches stay as they are, except if the kind
+        allocates in `join`, as those do that drop keys.
         """
         with locked(self._call, TAKEN), locked(self._turn), locked(other._call, TAKEN):
             self._check_join(other, rows, length)

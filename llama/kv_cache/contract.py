@@ -325,7 +325,12 @@ class KVCache:
         return self.keys is not None and row < len(self.keys) and length <= self.keys.shape[1]
 
     def prepare_join(self, other: Self, rows: int, length: int) -> None:
-        """Allocate what `join` writes, in all layers before the first one joins. Positions of other rows stay."""
+        """Allocate what `join` writes, in all layers before the first one joins. Positions of other rows stay.
+
+        A kind that only overrides `join` allocates there.
+        """
+        if self.written("keys", 1) is None:
+            return
         assert other.like is not None
         self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
 

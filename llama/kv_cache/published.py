@@ -163,7 +163,8 @@ class ChunkKVCache(SnapKVCache, kind="chunkkv"):
         sums = torch.unflatten(F.pad(scores.mean(0), (0, -kv_len % size)), 0, (-1, size)).sum(1)
         sums[-1] *= size / (size - -kv_len % size)  # the last chunk may have fewer tokens
         ranks = sums.argsort(stable=True).argsort()
-        return ranks.repeat_interleave(size)[:kv_len] + scores / (2 * above)
+        # In float64: beside the rank of a chunk, float32 would lose scores of long prompts.
+        return ranks.repeat_interleave(size)[:kv_len] + scores.double() / (2 * above)
 
 
 class CriticalKVCache(SnapKVCache, kind="criticalkv"):

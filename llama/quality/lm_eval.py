@@ -19,6 +19,7 @@ from llama.api import load
 from llama.host.progress import progress_bar
 from llama.session import Session
 
+_PIECE = 256  # tokens whose logits are in memory at a time
 _MAX_GEN_TOKS = 256  # tokens of an answer if a task does not say, as with lm-eval's `hf`
 _SETTINGS = ("temperature", "top_p", "top_k")
 
@@ -145,16 +146,16 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         context = context[-(self.limit + 1 - len(continuation)) :]
         session = self._fed(context)
         assert session.logits is not None  # of the newest token, which `feed` has computed
-        rows = [session.logits[None]]
+        ids = torch.tensor(continuation, device=self.model.device)
+        total, likely = _scored(session.logits[None], ids[:1])
         cache = session.cache_copy(kv_caching=True) if len(continuation) > 1 else None
-        width = len(continuation) if self.lossless else 1
-        fed, ids = continuation[:-1], torch.tensor(continuation, device=self.model.device)
-        for begin in range(0, len(fed), width):
-            part = ids[None, begin : min(begin + width, len(fed))]
-            rows.append(self.model(part, len(context) + begin, cache=cache, logits="all")[0])
-        logits = torch.cat(rows)  # (len(continuation), vocab)
-        chosen = logits.float().log_softmax(-1).gather(1, ids[:, None])
-        return float(chosen.sum()), bool((logits.argmax(-1) == ids).all())
+        width = _PIECE if self.lossless else 1
+        for begin in range(0, len(continuation) - 1, width):
+            end = min(begin + width, len(continuation) - 1)
+            logits = self.model(ids[None, begin:end], len(context) + begin, cache=cache, logits="all")[0]
+            some, all_likely = _scored(logits, ids[begin + 1 : end + 1])
+            total, likely = total + some, likely and all_likely
+        return total, likely
 
     def _fed(self, context: list[int]) -> Session:
         """Return a session with the context as its text."""
@@ -162,6 +163,12 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             self._session = self.model.session(self.codec)
         self._session.feed(context)
         return self._session
+
+
+def _scored(logits: torch.Tensor, ids: torch.Tensor) -> tuple[float, bool]:
+    """Return the log-likelihood of ids, (n,), by logits, (n, vocab), and whether each is the most likely one."""
+    chosen = logits.float().log_softmax(-1).gather(1, ids[:, None])
+    return float(chosen.sum(dtype=torch.float64)), bool((logits.argmax(-1) == ids).all())
 
 
 if __name__ == "__main__":

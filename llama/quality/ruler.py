@@ -218,27 +218,37 @@ TASKS: Mapping[str, Task] = {
 }
 
 
+def check_length(
+    name: str, tokenizer: TextCodec, source: Source, *, length: int, seed: int = 1, number: int = 0
+) -> None:
+    """Raise ValueError for an unknown name, and if `length` is too short for this sample of the task."""
+    if name not in TASKS:
+        raise ValueError(f"task {name!r:.80} is not known; choose ruler, or some of {', '.join(TASKS)}")
+    needed = _made(name, source, TASKS[name].least, length, seed, number).total_len(tokenizer)
+    if needed > length:
+        raise ValueError(f"length={length} is too short for {name}, which needs at least {needed} tokens")
+
+
+def _made(name: str, source: Source, size: int, length: int, seed: int, number: int) -> Sample:
+    return TASKS[name].make(source, size, length, Random(f"{name} {length} {seed} {number}"))
+
+
 def ruler_sample(
     name: str, tokenizer: TextCodec, source: Source, *, length: int, seed: int = 1, number: int = 0
 ) -> Sample:
     """Return the longest sample of a task that has at most `length` tokens with its longest answer.
 
-    It depends on the name, length, seed and number alone. Raises ValueError for an unknown name, and if `length` is too
-    short for the task.
+    It depends on the name, length, seed and number alone. Raises the errors of `check_length`.
     """
-    if name not in TASKS:
-        raise ValueError(f"task {name!r:.80} is not known; choose ruler, or some of {', '.join(TASKS)}")
+    check_length(name, tokenizer, source, length=length, seed=seed, number=number)
     task = TASKS[name]
 
     def made(size: int) -> Sample:
-        return task.make(source, size, length, Random(f"{name} {length} {seed} {number}"))
+        return _made(name, source, size, length, seed, number)
 
     def fits(size: int) -> bool:
         return made(size).total_len(tokenizer) <= length
 
-    if not fits(task.least):
-        needed = made(task.least).total_len(tokenizer)
-        raise ValueError(f"length={length} is too short for {name}, which needs at least {needed} tokens")
     end = 2 * task.least + 1
     while fits(end):
         end *= 2

@@ -96,7 +96,7 @@ def test_no_ratio_is_formed_of_30_wrong_pairs() -> None:
 
 def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -> None:
     other = {**SETUP, "machine": "b", "cpu": "Xeon"}
-    report = merged([quality_of("static", "x"), quality_of("int8", "x", other), quality_of("int8", "x", nll=3.6)])
+    report = merged([quality_of("static", "x"), quality_of("int8", "x", other), quality_of("int8", "x", nll=3.501)])
     time, size = ratios(report, "quality", "int8")
     assert (time, size) == (None, pytest.approx(0.297, rel=0.01))
     (row,) = (row for row in rows_of(report, "quality") if row["nll"] == 3.5 and row.get("also"))
@@ -107,11 +107,26 @@ def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -
     assert sum("| 2, 1 |" in line for line in lines) == 2
     (line,) = (line for line in lines if line.startswith("| demo | int8 | 1,024 | 1 | needle |"))
     assert line.endswith("| 20 |"), "n counts samples"
+    changed = merged([quality_of("int8", "x"), quality_of("int8", "x", other, nll=3.6)])  # by the code of the kind
+    assert [row["nll"] for row in rows_of(changed, "quality")] == [3.5, 3.6]
+    assert "Not merged, because the figures differ by more than rounding: quality (1 of them)." in changed["reading"]
     for setup in (other, SETUP):
         conflict = merged([quality_of("int8", "x"), quality_of("int8", "y", setup)])
         assert [row["digest"] for row in rows_of(conflict, "quality")] == ["x", "y"]
         words = "Not merged, because the digest of the weights or the inputs differs: quality (1 of them)."
         assert words in conflict["reading"]
+
+
+def test_a_predicted_row_replaces_no_measured_one_and_an_error_stays() -> None:
+    measured, died = report_of(STATIC), report_of(STATIC)
+    rows_of(died, "cell")[0].update(seconds=[9.0], predicted=True, error="died: of memory")
+    for order in ([measured, died], [died, measured]):
+        (row,) = rows_of(merged(order), "cell")
+        assert (row["seconds"], row.get("predicted"), row["error"]) == (
+            rows_of(measured, "cell")[0]["seconds"],
+            None,
+            "died: of memory",
+        )
 
 
 def test_a_second_measurement_on_the_same_setup_adds_repetitions_and_on_another_a_row() -> None:

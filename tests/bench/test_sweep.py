@@ -18,6 +18,7 @@ from jobs_here import jobs_here
 from refusals import unrefused
 
 from llama.bench import sweep
+from llama.bench.compare import OtherSetup
 from llama.bench.merged import merged
 from llama.bench.report.files import write_report
 from llama.bench.run.directory import read_report
@@ -160,6 +161,18 @@ def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> N
     assert "goes past max_seq_len=64" in errors[0]
     assert "is too short" in errors[1]
     assert all(is_done(tmp_path, point) for point in points)
+
+
+def test_a_cell_during_which_the_code_changes_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(*_: Any, **__: Any) -> None:
+        raise OtherSetup("commit was 'a' and is 'b'")
+
+    monkeypatch.setattr("llama.bench.single.run_job", changed)
+    measure_all(tmp_path)
+    assert cell_row(report_at(file_of(tmp_path, POINTS[0])), 0)["error"] == "died: commit was 'a' and is 'b'"
+    assert not any(is_done(tmp_path, point) for point in POINTS)
 
 
 def test_a_cell_is_measured_once_and_again_if_its_file_is_torn_or_it_died(tmp_path: Path, counted: Counted) -> None:

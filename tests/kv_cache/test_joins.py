@@ -148,6 +148,15 @@ class Unknown(StaticCache):
         return None
 
 
+class Own(Unknown):
+    """Moves a text by a `join` of its own, which allocates, too."""
+
+    joined: tuple[int, int] | None = None
+
+    def join(self, other: Self, rows: int, length: int) -> None:
+        self.joined = rows, length
+
+
 class Stops(StaticCache):
     """Does not end to write a second row."""
 
@@ -166,6 +175,12 @@ def with_text(cache: Cache, tokens: int = 5, *, dtype: torch.dtype = torch.float
 
 def of(kind: type[StaticCache]) -> Cache:
     return Cache([kind(layer.args, layer.layer, layer.rope) for layer in made("static").layers], "static")
+
+
+def test_a_kind_that_only_overrides_join_is_asked_for_nothing_else() -> None:
+    cache = with_text(of(Own))
+    cache.join(with_text(of(Own)), 1, 5)
+    assert [layer.joined for layer in cache.layers if isinstance(layer, Own)] == [(1, 5)] * len(cache.layers)
 
 
 def test_a_text_that_cannot_join_is_refused_and_both_caches_stay_as_they_were() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
-from llama.kv_cache.published import CompactorCache, ExpectedAttentionCache, KnormCache, TovaCache
+from llama.kv_cache.published import CompactorCache, ExpectedAttentionCache, KnormCache, SnapKVCache, TovaCache
 from llama.model import Transformer
 from llama.ops import attention_weights
 from llama.quant.layers import quantize_layers, quantized_weights
@@ -444,6 +444,17 @@ def test_chunkkv_keeps_the_same_whole_chunks_in_all_heads_and_the_best_keys_of_t
             assert len({at // 20 for at in more}) == 1
             assert len(more) == 7
     assert cut[0][0] != cut[0][1]
+
+
+def test_chunkkv_orders_keys_of_a_long_prompt_whose_attention_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)) * 1e-8
+    scores[:, -64:] = torch.inf
+    monkeypatch.setattr(SnapKVCache, "score", lambda *_: scores)
+    whole, cut = (kept(prompted(f"chunkkv:{budget}", 300)[2].layers[0])[0] for budget in (140, 147))
+    for head, (all_of, base) in enumerate(zip(cut, whole, strict=True)):
+        more = sorted(set(all_of) - set(base))
+        chunk = range(more[0] // 20 * 20, more[0] // 20 * 20 + 20)
+        assert more == sorted(sorted(chunk, key=lambda at: -float(scores[head, at]))[:7])
 
 
 def test_criticalkv_orders_half_by_the_scores_and_half_by_these_times_the_outputs() -> None:

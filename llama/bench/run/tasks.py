@@ -41,7 +41,11 @@ def plan_tasks(
         entry: dict[str, Any] = {"task": name, "context": context, "samples": samples or SAMPLES, "seed": seed}
         if context is None:
             entry["samples"] = min(samples or 2**63, len(read_samples(Path(name))))
-        # Of a made task, one sample shows whether it fits: all are as long.
+        else:
+            text = ruler.Source.of(read_corpus())
+            for number in range(entry["samples"]):
+                ruler.check_length(name, source.tokenizer, text, length=context, seed=seed, number=number)
+        # Of a made task, one sample shows how long all are.
         seen = samples_of(source, {**entry, "samples": 1} if context is not None else entry)
         lengths = [sample.total_len(source.tokenizer) for sample in seen]
         if max(lengths) > source.args.max_seq_len:
