@@ -153,7 +153,7 @@ def main(
     weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if has_lines:
-        from llama.cli.lines import answer_file, plan
+        from llama.cli.prompt_files import answer_file, plan
 
         source, answers = plan(str(prompt_file), out, part)
         flags = {**limits, "device": str(chosen), "cache_gb": cache_gb}

@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llama.cli.questions import LONGEST, Question
+from llama.cli.prompt_lines import LONGEST, Question
 from llama.host import console
 from llama.host.files import check_writable, lock_file, replacing
 from llama.host.parts import own_part

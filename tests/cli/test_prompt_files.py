@@ -23,10 +23,10 @@ from tables import table
 from torch import Tensor
 
 from llama.batch import NonFiniteLogits
-from llama.cli import lines
+from llama.cli import prompt_files
 from llama.cli.inference import main, read_prompts
-from llama.cli.lines import Journal, Source, answer_all, own_part
-from llama.cli.questions import LONGEST, Question
+from llama.cli.prompt_files import Journal, Source, answer_all, own_part
+from llama.cli.prompt_lines import LONGEST, Question
 from llama.many import Writer
 from llama.tokenizer.chat import check_dialog
 
@@ -76,7 +76,7 @@ class Job(NamedTuple):
 
     @property
     def journal(self) -> Path:
-        return lines.journal_of(self.out)
+        return prompt_files.journal_of(self.out)
 
     def run(self, writer: Writer) -> int:
         arguments = partial(Question.arguments, settings=SETTINGS, encode_dialog=encode)
@@ -243,7 +243,7 @@ def test_a_full_disk_ends_the_run_with_its_error_and_loses_nothing(
 
     def fill(journal: Journal, content: Any) -> None:
         nonlocal left
-        data = lines._line(content)
+        data = prompt_files._line(content)
         journal._file.write(data[:left])
         journal._file.flush()
         left -= len(data)
@@ -336,7 +336,7 @@ def test_the_command_answers_lines_as_it_answers_prompts(checkpoint: Path, comma
     assert out.read_bytes() == answers
     code, _, said = from_lines("--exact")
     assert (code, "with exact=False, not True; take that again" in said) == (2, True)
-    lines.journal_of(out).unlink()
+    prompt_files.journal_of(out).unlink()
     assert "y.jsonl exists without y.jsonl.journal; delete it" in from_lines()[2]
     file.write_text('{"prompt": "x"}\n')
     assert command(main, *words, "--prompt_file", file, "--out", tmp_path / "z.jsonl", "--part", "2/12")[0] == 0
