@@ -5,6 +5,7 @@ The checkpoint is written by transformers and tokenizers.
 
 import codecs
 import json
+import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,10 +129,12 @@ class Memory:
     layers: tuple[()] = ()
     most: ClassVar[int] = 0
     all: ClassVar[WeakSet["Memory"]] = WeakSet()
+    lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
-        Memory.all.add(self)
+        with Memory.lock:
+            Memory.all.add(self)
 
     def check_joins(self) -> None: ...
 
@@ -171,7 +174,8 @@ class Memory:
         for held, start, length, ids in zip(self.rows, rows.starts, rows.lengths, tokens, strict=True):
             assert start <= len(held), "a gap"
             held[start:] = ids[:length]
-        Memory.most = max(Memory.most, sum(len(row) for cache in Memory.all for row in cache.rows))
+        with Memory.lock:  # clients of a server compute texts in other threads
+            Memory.most = max(Memory.most, sum(len(row) for cache in Memory.all for row in cache.rows))
 
 
 class Remembering(Generation, Many):
