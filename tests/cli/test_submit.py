@@ -18,6 +18,7 @@ from refusals import unrefused
 from llama.bench.run.directory import RESULTS
 from llama.cli import submit
 from llama.cli.submit import run_parts
+from llama.cli.sweep import main as sweep
 
 pytestmark = pytest.mark.slow
 submitit = pytest.importorskip("submitit")
@@ -123,15 +124,21 @@ def test_the_command_of_a_task_measures_its_part_from_any_folder(
     assert "goes past max_seq_len=64" in file.read_text()
 
 
-def test_tasks_that_end_without_a_cell_are_given_up_after_some_rounds(
+def test_tasks_that_end_without_a_cell_are_given_up_after_some_rounds_and_the_other_cells_have_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from submitit.helpers import CommandFunction
 
+    plan, out = tmp_path / "plan.toml", tmp_path / "out"
+    model = write_checkpoint(tmp_path / "tiny", max_seq_len=64, **NATIVE_SIZES)
+    plan.write_text(f'models = ["{model}"]\ncontexts = [65]\nkinds = ["static"]\n')
+    assert sweep(str(plan), out=str(out)) == 1  # refused, which is a result
+    plan.write_text(f'models = ["{model}"]\ncontexts = [65, 66, 67]\nkinds = ["static"]\n')
     monkeypatch.setattr(submit, "_command", lambda words: CommandFunction(["false"]))
     monkeypatch.setattr(submit, "LOOK_EVERY", 0.1)
-    with pytest.raises(RuntimeError, match="3 cells are not done, and 3 rounds of tasks have ended without one more"):
-        run_parts([], tmp_path, lambda: {1: 3}, cluster="local", tasks=1, options=[])
+    with pytest.raises(RuntimeError, match="2 cells are not done, and 3 rounds of tasks have ended without one more"):
+        sweep(str(plan), out=str(out), submit="local", tasks=1)
+    assert len(json.loads((out / "report" / RESULTS).read_text("utf-8"))["cells"]) == 1
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
