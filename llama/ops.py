@@ -23,6 +23,11 @@ from llama.rows import Rows
 HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in float64, or in float32 on a device that has no float64 (MPS)."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+
+
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T for x (..., in_features) and weight (out_features, in_features)."""
     # PyTorch computes float32 products on a CPU by MKL, which reaches a half to a third of oneDNN's speed on an AMD
