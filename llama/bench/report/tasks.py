@@ -71,8 +71,8 @@ def _as_text(report: Report, row: Row, full: Row | None) -> dict[str, Any]:
         shown |= dict.fromkeys((f"difference{way}", f"lost{way}"), "-" if row["judged"] else NOT_JUDGED)
         if row["judged"] and full is not None and full is not row and len(full[f"scores{way}"]) == len(scores):
             more = [one - other for one, other in zip(scores, full[f"scores{way}"], strict=True)]
-            low, high = mean_interval(tuple(more)) or (0.0, 0.0)
-            shown[f"difference{way}"] = NO_DIFFERENCE if low <= 0 <= high else _with_interval(more, "+")
+            ends = mean_interval(tuple(more))
+            shown[f"difference{way}"] = NO_DIFFERENCE if ends and ends[0] <= 0 <= ends[1] else _with_interval(more, "+")
             lost = [str(number) for number, value in enumerate(more) if value < 0]
             rest = f" and {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
             shown[f"lost{way}"] = f"{len(lost)}: {', '.join(lost[:MOST_LOST])}{rest}" if lost else "0"
