@@ -12,6 +12,7 @@ import pytest
 from bench_reports import caches_report, chat_report, hand_in_report, sweep_report, table_report
 
 from llama import cli
+from llama.__main__ import COMMANDS
 from llama.bench import schema
 from llama.ops import attend
 
@@ -44,36 +45,54 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def commands_of(page: str) -> list[str]:
-    """Return the text after `python` on the lines of a page's code blocks, except lines with "..."."""
-    lines = re.findall(r"^(?: {4}|\$ )(?:\.venv/bin/)?python (.*)", page, flags=re.MULTILINE)
+    """Return the lines of a page's code blocks that run Python or llama-kv, except lines with "..."."""
+    page = page.replace("\\\n", " ")  # a command may go on in the next line
+    lines = re.findall(r"^(?: {4}|\$ )(?:\.venv/bin/)?((?:python|llama-kv) .*)", page, flags=re.MULTILINE)
     return [line.partition(" > ")[0] for line in lines if "..." not in line]
 
 
-STUBS = {f"llama.{name}": name for name in ("convert", "costs", "perplexity", "verify")} | {
-    "llama.checkpoint": "doctor"
-}
-
-
-def main_of(name: str) -> Callable[..., int]:
-    """Return the main function of `python FILE.py` or `python -m MODULE`."""
-    module = name.removesuffix(".py").replace("/", ".")
-    home = f"llama.cli.{STUBS[module]}" if module in STUBS else module
-    command: Callable[..., int] = importlib.import_module(home).main
+def main_of(program: str, name: str) -> Callable[..., int]:
+    """Return the main function of `llama-kv NAME`, `python FILE.py` or `python -m MODULE`."""
+    if program == "llama-kv":
+        module, function = COMMANDS[name]
+        module = f"llama.cli.{module}"
+    else:
+        module, function = name.removesuffix(".py").replace("/", "."), "main"
+    command: Callable[..., int] = getattr(importlib.import_module(module), function)
     return command
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/log.md", "CHANGELOG.md")])
+CURRENT = [page for page in PAGES if page not in ("docs/log.md", "CHANGELOG.md")]  # the others are of their time
+
+
+@pytest.mark.parametrize("page", CURRENT)
 def test_every_command_in_a_code_block_has_flags_and_values_that_exist(page: str) -> None:
     for line in commands_of((ROOT / page).read_text(encoding="utf-8")):
-        words = shlex.split(line)
+        program, *words = shlex.split(line)
         if words[0] == "-c":
             compile(words[1], page, "exec")
             continue
         name, *rest = words[1:] if words[0] == "-m" else words
         if name == "llama.quality.lm_eval":  # its flags are those of lm-eval's own command
             continue
-        types = cli.flag_types(main_of(name))
+        types = cli.flag_types(main_of(program, name))
         cli.read_values(cli.sort_words(rest, types), types)  # raises ValueError
+
+
+def test_pages_and_messages_spell_each_command_in_one_way() -> None:
+    """CONTRIBUTING.md has the rule. Stubs, whose docstrings begin with `python -m`, are the other way to start one."""
+    pages = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in CURRENT)
+    assert re.findall(r"(?<!a stub for )python -m llama(?!\.quality).*|llama-kv (?:run|bench)\b.*", pages) == []
+    docs = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in CURRENT if page.startswith("docs/"))
+    assert re.findall(r"^    \.venv/bin/.*", docs, flags=re.MULTILINE) == []
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "llama").rglob("*.py")}
+    spelled = r"python -m llama(?!\.bench|\.quality).*|python (?:benchmark_)?inference\.py.*"
+    named = {
+        str(path): found
+        for path, text in sources.items()
+        if path.name != "__main__.py" and not text.startswith('"""python -m') and (found := re.findall(spelled, text))
+    }
+    assert named == {}
 
 
 FIVE_MINUTES = (ROOT / "docs" / "kv_cache_in_five_minutes.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The command that converts a checkpoint: python -m llama.convert IN OUT.gguf --type q8_0."""
+"""The command that converts a checkpoint: llama-kv convert IN OUT.gguf --type q8_0."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The command that describes a checkpoint and reports why it would not load: python -m llama.checkpoint PATH."""
+"""The command that describes a checkpoint and reports why it would not load: llama-kv doctor PATH."""
 
 import hashlib
 import re

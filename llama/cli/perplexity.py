@@ -1,4 +1,4 @@
-"""The command that scores a text: python -m llama.perplexity --text FILE."""
+"""The command that scores a text: llama-kv perplexity --text FILE."""
 
 import json as json_format
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Certify that switching the KV cache changes nothing: python -m llama.verify [--dtype bf16] [--runs 50] [--exact].
+"""Certify that switching the KV cache changes nothing: llama-kv verify [--dtype bf16] [--runs 50] [--exact].
 
 A run's prompts follow from its seed; `certificate` measures and judges it. The command prints the sum of its runs, and
 stores them in a JSON file. Knows models by their paths; does not know which difference is a violation.

@@ -1,6 +1,6 @@
 """Compute the bytes and FLOPs of a Llama from its sizes: plain arithmetic, no torch.
 
-`python -m llama.costs` prints the bytes of a checkpoint's KV cache.
+`llama-kv costs` prints the bytes of a checkpoint's KV cache.
 Units: bytes, and FLOPs, of which a multiplication and an addition are two. "rows" are texts in a batch, "length" is the
 positions of a row, `itemsize` the bytes of a number.
 """

@@ -64,7 +64,7 @@ class KVCache:
         bound: the most positions that it stores; None if there is no limit.
         whole_prompt: what is stored depends on how a prompt is cut into calls.
         keeps_past: an `update` that stopped anywhere has left the positions before its starts as they were.
-        form, default: what PARAMS looks like, and its value if it is left out; for `python -m llama.kv_cache`.
+        form, default: what PARAMS looks like, and its value if it is left out; for `llama-kv kinds`.
         native: the number of what this class stores in llama/fast/native/call.h, not for subclasses; 0: it has none.
 
     `llama.testing.check_cache_kind` checks a kind against all of this; a new claim about every kind is added there.

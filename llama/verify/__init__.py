@@ -1,1 +1,1 @@
-"""Certifies that switching the KV cache changes nothing: `python -m llama.verify`."""
+"""Certifies that switching the KV cache changes nothing: `llama-kv verify`."""

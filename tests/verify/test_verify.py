@@ -48,7 +48,7 @@ class Infinite(StaticCache, kind="infinite"):
 
 
 class Command:
-    """`python -m llama.verify` on a tiny checkpoint, with an output file of its own."""
+    """`llama-kv verify` on a tiny checkpoint, with an output file of its own."""
 
     def __init__(self, checkpoint: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.checkpoint, self.file, self.capsys = checkpoint, file, capsys
