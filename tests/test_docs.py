@@ -1,5 +1,6 @@
 """The documents are true: their Python runs, their commands parse, their figures add up, their files exist."""
 
+import csv
 import importlib
 import inspect
 import math
@@ -7,13 +8,18 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from bench_reports import caches_report, chat_report, hand_in_report, sweep_report, table_report
+from recordings import DEMO
+from tiny import tiny_model
 
-from llama import cli
+from llama import cli, costs
 from llama.__main__ import COMMANDS
 from llama.bench import schema
+from llama.costs import MB
 from llama.ops import attend
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,11 +111,69 @@ def test_the_five_minutes_are_five_minutes_of_short_sentences() -> None:
     assert [sentence for sentence in sentences if len(sentence.split()) >= 20] == []
 
 
-def test_the_self_test_cites_headings_that_exist() -> None:
-    page = (ROOT / "docs" / "kv_cache_self_test.md").read_text(encoding="utf-8")
-    cited = re.findall(r"\*\(([^)]+)\)\*", page)
-    assert len(cited) == 6
+SELF_TEST = (ROOT / "docs" / "kv_cache_self_test.md").read_text(encoding="utf-8")
+
+
+def test_the_self_test_folds_its_answers_and_cites_headings_that_exist() -> None:
+    answers = re.findall(r"<details><summary>Answer</summary>\n\n(.*?)\n\n</details>", SELF_TEST, flags=re.DOTALL)
+    cited = [name for answer in answers for name in re.findall(r"\*\(([^)]+)\)\*$", answer)]
+    assert len(cited) == len(answers) == len(re.findall(r"^\*\*\d\. ", SELF_TEST, flags=re.MULTILINE)) == 6
     assert [name for name in cited if f"## {name}\n" not in FIVE_MINUTES] == []
+
+
+def test_the_self_test_states_what_the_library_computes() -> None:
+    def peaks(output_len: int, all_logits: bool) -> list[str]:
+        sizes: Any = {"rows": 8, "input_len": 512, "output_len": output_len, "itemsize": 4, "all_logits": all_logits}
+        return [f"{costs.peak_memory(DEMO, kv_caching=on, **sizes).total / MB:,.0f}" for on in (True, False)]
+
+    def fed(rows: int, input_len: int, on: bool) -> str:
+        calls = [rows * seqlen for _, seqlen in costs.forwards(input_len=input_len, output_len=32, kv_caching=on)]
+        return " | ".join(f"{calls[step]:,}" for step in (0, 1, 2, 31))
+
+    def cached(n_kv_heads: int) -> int:
+        return costs.kv_bytes(22, n_kv_heads, 64, positions=2048, itemsize=2)
+
+    def cache_mb(rows: int, length: int) -> float:
+        return costs.cache_bytes(DEMO, rows=rows, length=length, itemsize=4) / MB
+
+    weights, packed = (costs.weights_bytes(DEMO, itemsize=4, quantize=kind) / MB for kind in (None, "int8"))
+    runs = {"A": (1, 4096, True), "B": (1, 5000, False), "C": (16, 256, True), "D": (16, 100, False)}
+    stated = [
+        *(f"| {n} | {' | '.join(peaks(n, True))} |" for n in (1, 32)),
+        f"same logits, {costs.logits_bytes(DEMO, rows=8, positions=512) / MB:.0f} MB",
+        f"his second line is {' and '.join(peaks(32, False))} MB",
+        *(f"| {name} | {fed(*run)} |" for name, run in runs.items()),
+        f"= {cached(32) / MB:.0f} MB of cache",
+        f"count: {cached(4) / MB:.0f} MB. Eight texts fit.",
+        f"weights: {weights:.0f} MB become {packed:.0f}, and all of its cache is {cache_mb(1, 288):.1f} MB",
+        f"Of its {cache_mb(4, 8192):,.0f} MB, `int8` stores 0.30.",
+        f"That saves {0.7 * cache_mb(4, 8192):,.0f} MB, and eight bits for the weights save {weights - packed:.0f}.",
+    ]
+    assert [one for one in stated if one not in SELF_TEST] == []
+    assert cached(32) == 8 * cached(4)
+
+
+def test_the_self_test_shows_steps_of_the_published_table() -> None:
+    with (ROOT / "docs" / "results" / "table" / "table.csv").open(encoding="utf-8") as file:
+        cells = [row for row in csv.DictReader(file) if row["figures"] == "cell"]
+    steps = {(row["batch_size"], row["kv_caching"]): float(row["step_seconds_median"]) * 1000 for row in cells}
+    for rows in ("1", "16"):
+        assert f"| {rows} | {steps[rows, 'on']:.1f} | {steps[rows, 'off']:.1f} |" in SELF_TEST
+    grown = [steps["16", on] / steps["1", on] for on in ("on", "off")]
+    assert f"{grown[0]:.1f} times with the cache, and {grown[1]:.0f} times without" in SELF_TEST
+
+
+def test_another_tenth_token_changes_the_keys_of_the_91_from_it_on() -> None:
+    """Deeper layers show it: the keys of the first one follow from the token alone."""
+    model = tiny_model(max_seq_len=100)
+    keys = []
+    for tenth in (1, 2):
+        cache = model.new_cache()
+        with torch.inference_mode():
+            model(torch.tensor([[3] * 9 + [tenth] + [4] * 90]), 0, cache=cache)
+        keys.append(cache.layers[-1].keys[0])
+    changed = (keys[0] != keys[1]).any(dim=(1, 2))
+    assert changed.nonzero().flatten().tolist() == list(range(9, 100))
 
 
 def test_pages_and_the_exercise_show_attend_with_its_parameters() -> None:
