@@ -1,6 +1,7 @@
 """The cores that a process may use, the threads that it computes with, and what it says if those are too many."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from llama.host import cores
 from llama.host.cgroups import quota
 from llama.host.cores import FreeCores, OtherLoad, usable_cores
 
+ROOT = Path(__file__).resolve().parents[2]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports it")
 
 
@@ -176,17 +178,19 @@ def train_once(model: Transformer) -> None:
     model.with_kv_caching(False)(torch.tensor([[1, 2, 3]])).sum().backward()
 
 
-@pytest.mark.parametrize("way", ["load", "generate", "train"])
+@pytest.mark.parametrize("way", ["README.md", "docs/tutorial.ipynb", "generate", "train"])
 def test_a_program_that_imports_the_library_takes_fewer_threads_once_before_it_computes(
     way: str, free_counts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Native code computes with torch's count, too. What the program starts chooses by itself."""
+    """The two pages show `load`. Native code has torch's count, too. What the program starts chooses by itself."""
     busy = iter([2.6])
     monkeypatch.setattr(OtherLoad, "stop", lambda self: next(busy))
     model = Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=9, max_seq_len=16))
     assert torch.get_num_threads() == 4, "a model that was made has computed nothing"
-    if way == "load":
-        load(write_checkpoint(tmp_path / "tiny"), device="cpu")
+    if way.endswith(("md", "ipynb")):
+        page = (ROOT / way).read_text(encoding="utf-8").replace('\\"', '"')
+        (call,) = re.findall(r'model, tokenizer = (load\("demo".*?\))', page)
+        eval(call.replace('"demo"', "path, device='cpu'"), {"load": load, "path": write_checkpoint(tmp_path / "tiny")})
     elif way == "generate":
         model.generate_tokens([[1, 2]], 2, temperature=0.0)
     else:
