@@ -57,3 +57,9 @@ def test_the_workflow_runs_the_two_lines_of_the_readme_that_install() -> None:
     lines = re.findall(r"^    (python3 -m venv .*)", README, flags=re.MULTILINE)
     assert len(lines) == 2
     assert re.findall(r"^ +- (python3 .*)", workflow, flags=re.MULTILINE) == lines
+
+
+def test_the_line_that_installs_a_small_pytorch_has_the_pinned_version() -> None:
+    (pinned,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert re.findall(r"pip install (torch==\S+)", page) == [pinned]
