@@ -61,13 +61,15 @@ def _folded(name: str, parts: Sequence[str], *, is_open: bool) -> str:
 
 def _picture(name: str, figure: "Figure") -> str:
     """Return a picture for the page; on a narrow one it scrolls."""
-    named = f'<svg role="img" aria-label="{escape(heading(figure))}"'
-    return f'<figure tabindex="0">\n{as_svg(figure, salt=name).replace("<svg", named, 1)}\n</figure>'
+    label = f'aria-label="{escape(heading(figure))}"'
+    drawn = as_svg(figure, salt=name).replace("<svg", f'<svg role="img" {label}', 1)
+    return f'<figure tabindex="0" {label}>\n{drawn}\n</figure>'
 
 
 def _table(table: Table) -> str:
+    reached = f'tabindex="0" role="region" aria-label="{escape(table.title or "table")}"'  # to scroll it by keys
     notes = f"<ul>{''.join(f'<li>{_marked(line)}</li>' for line in table.notes)}</ul>" if table.notes else ""
-    notes += f'<div class="scroll"><pre>{escape(table.code)}</pre></div>' if table.code else ""
+    notes += f'<div class="scroll" {reached}><pre>{escape(table.code)}</pre></div>' if table.code else ""
     above = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
     if not table.heads:
         return above + notes
@@ -76,7 +78,6 @@ def _table(table: Table) -> str:
     kind = "scroll wide" if len(table.heads) > 11 else "scroll facts" if len(table.heads) == 2 else "scroll"
     kind += " prose" * any(len(text) > 60 for row in table.rows for text in row[:-1])
     drawn = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-    reached = f'tabindex="0" role="region" aria-label="{escape(table.title or "table")}"'  # to scroll it by keys
     return f'{above}<div class="{kind}" {reached}>{drawn}</div>{notes}'
 
 
