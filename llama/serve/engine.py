@@ -180,7 +180,8 @@ class Engine:
             self._tell(job, Update())
 
     def _cancel(self, job: Job) -> None:
-        if job.written is not None and self._jobs.pop(job.written.number, None) is not None:
+        if job.written is not None and self._jobs.get(job.written.number) is job:  # a new writer counts from 0 again
+            del self._jobs[job.written.number]
             self._writer.cancel(job.written)
         elif job.alone is not None and job in self._uncached:
             self._uncached.remove(job)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Letters, Served, Slow, asgi, serving
+from serving import Endless, Letters, Served, Slow, asgi, serving
 from tables import table
 from tiny import tiny_model
 
 from llama.serve.app import App
-from llama.serve.engine import Engine, fingerprint_of
+from llama.serve.engine import Engine, Job, fingerprint_of
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -182,6 +182,22 @@ def test_an_error_of_the_engine_ends_all_texts_and_the_next_ones_are_served(
     assert served.complete("a").json["error"]["message"] == "the server failed; try again"
     assert [record.getMessage() for record in caplog.records] == [r"all texts are dropped: RuntimeError: a bug\n\x1b"]
     assert served.complete("a").status == 200
+
+
+def test_a_client_of_a_text_that_was_dropped_ends_no_text_of_the_next_writer() -> None:
+    """The numbers of texts begin again at 0, and its client leaves after the next text has come."""
+    engine = Engine(lambda: (Slow(), Endless()))
+    engine.ready.result(60)
+    engine.end()  # its calls follow here, in this thread
+    updates: list[Any] = []
+    dropped, job = Job([1], 5, [], {}), Job([2], 3, [], {}, deliver=updates.append)
+    engine._add(dropped)
+    engine._restart()
+    engine._add(job)
+    engine._cancel(dropped)
+    for _ in range(4):
+        engine._step()
+    assert [update.finish for update in updates] == [None, None, None, "length"]
 
 
 def test_at_the_first_signal_texts_may_end_and_the_others_are_cancelled() -> None:
