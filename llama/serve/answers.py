@@ -16,6 +16,7 @@ class Text:
         self.job, self.content, self.latest = job, "", Update()
         self.tokens: list[tuple[int, float | None]] = []
         self.times: list[float] = []  # of the first token and the latest one
+        self.has_chunk = False
 
     def take(self, update: Update) -> None:
         self.content += update.piece
@@ -68,10 +69,11 @@ class Answer:
     def chunk(self, index: int, update: Update) -> dict[str, Any] | None:
         """Add an update to a choice, and return its chunk; None if it would say nothing."""
         text, asked = self.texts[index], self.asked
-        role = {} if text.tokens else {"role": "assistant"}
         text.take(update)
         if not (update.piece or update.finish or (update.tokens and (asked.timings or asked.options["logprobs"]))):
             return None
+        role = {} if text.has_chunk else {"role": "assistant"}  # a first token may have no text yet
+        text.has_chunk = True
         said = {"delta": {**role, "content": update.piece}} if asked.chat else {"text": update.piece}
         choice = {**self._choice(index, update.tokens), **said}
         if update.finish or asked.timings:

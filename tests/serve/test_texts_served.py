@@ -1,5 +1,6 @@
 """The server under real HTTP: a text is what it is alone, whoever comes and leaves beside it."""
 
+import json
 import re
 import threading
 import time
@@ -11,8 +12,10 @@ from serving import Endless, Letters, Served, Slow, asgi, serving
 from tables import table
 from tiny import tiny_model
 
+from llama.serve.answers import Answer
 from llama.serve.app import App
-from llama.serve.engine import Engine, Job, fingerprint_of
+from llama.serve.engine import Engine, Job, Update, fingerprint_of
+from llama.serve.requests import read
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -98,6 +101,16 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     assert [choice["delta"].get("role") for choice in choices] == ["assistant", None, None, None, None]
     assert [choice["timings"]["made"] for choice in choices] == [1, 2, 3, 4, 5]
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+
+
+def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_text() -> None:
+    """A token may be a part of a character, or may begin a stop string."""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
+    answer = Answer(read(body, chat=True, served="demo"), [Job([1], 3, [], {})], Letters())
+    updates = [Update("", ((1, None),)), Update("\u00e9", ((2, None),)), Update("a", ((3, None),), finish="length")]
+    chunks = [answer.chunk(0, update) for update in updates]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
+    assert deltas == [{"role": "assistant", "content": "\u00e9"}, {"content": "a"}]
 
 
 # ---- clients that leave, and places ----------------------------------------------------------------------------------
