@@ -70,7 +70,7 @@ class KVCache:
     `llama.testing.check_cache_kind` checks a kind against all of this; a new claim about every kind is added there.
     Every tensor attribute without a leading underscore is stored memory: it is counted, freed, copied and saved.
     `layer` is the layer's number, out of `args.n_layers`. `rope` has the model's angles, for kinds that rotate keys.
-    `reserved` is the (rows, length) of the last `reserve`; (0, 0) after `free`.
+    `reserved` is the (rows, length) of the last `reserve`; (0, 0) after `free`. A text that joins adds its length.
     """
 
     kinds: ClassVar[dict[str, type["KVCache"]]] = {}
@@ -327,11 +327,12 @@ class KVCache:
     def prepare_join(self, other: Self, rows: int, length: int) -> None:
         """Allocate what `join` writes, in all layers before the first one joins. Positions of other rows stay.
 
-        A kind that only overrides `join` allocates there.
+        The text grows into the length that was reserved for it. A kind that only overrides `join` allocates there.
         """
         if self.written("keys", 1) is None:
             return
         assert other.like is not None
+        self.reserved = self.reserved[0], max(self.reserved[1], other.reserved[1])
         self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
 
     @torch.inference_mode()  # as above
@@ -452,13 +453,13 @@ class KVCache:
     def _grow(self, rows: int, size: int, like: Tensor, *, most: int, reserved: int, of: str = "keys") -> None:
         """Allocate buffers in which the tensor `of` is at least `rows` x `size`, and the first time `reserved`.
 
-        A size that grows doubles, up to `most`: otherwise every step would copy the text.
+        A size that grows beyond `reserved` doubles, up to `most`: otherwise every step would copy the text.
         """
         stored = getattr(self, of)
         stored_rows, stored_size = (0, 0) if stored is None else stored.shape[:2]
         if stored_rows >= rows and stored_size >= size:
             return
-        if 0 < stored_size < size:
+        if 0 < stored_size < size > reserved:
             size = max(size, min(2 * stored_size, most))
         sizes = self.sizes(max(rows, stored_rows, self.reserved[0]), max(size, stored_size, reserved), like)
         self._enlarge(sizes, like.device)

@@ -138,6 +138,16 @@ def test_texts_that_join_and_leave_have_the_bits_that_they_have_alone(
     run_state_machine_as_test(machine, settings=limits)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("kind", ["static", "int8", "window:100+4"])
+def test_a_longer_text_that_joins_adds_the_bytes_that_it_reserved(kind: str) -> None:
+    """Memory that doubled instead would be more than what is predicted for the longest text."""
+    cache = with_text(made(kind).sibling(64))
+    text = with_text(cache.sibling(96))
+    cache.join(text, 1, 5)
+    fed(cache, [5, 5], torch.randn(2, 2, 91, 2, 32))
+    assert cache.nbytes == 2 * cache.text_bytes(prompt=5, end=96, itemsize=4)
+
+
 # ---- texts that cannot join ------------------------------------------------------------------------------------------
 
 
