@@ -44,8 +44,12 @@ class Writer:
     """Texts that come and go, as text. For one thread."""
 
     def __init__(self, model: Any, tokenizer: TextCodec, *, speculate: str | None = None, **options: Any) -> None:
-        """Make a writer without texts. Takes the options of `Texts`; for `speculate`, of all texts, see `Options`."""
+        """Make a writer without texts. Takes the options of `Texts`; for `speculate`, of all texts, see `Options`.
+
+        Raises ValueError if texts cannot join others in a cache of this kind, or cannot speculate with it.
+        """
         self.texts, self.tokenizer, self._speculate = Texts(steady(model), **options), tokenizer, speculate
+        self.texts.check_speculation(speculate)
         self._written: dict[int, Written] = {}
 
     def add(

@@ -103,6 +103,10 @@ class Texts:
         """The most bytes of all caches until the texts that run have ended."""
         return self._caches.predicted(self._requests()) + self._caches.kept_bytes
 
+    def check_speculation(self, speculate: object) -> None:
+        """Raise ValueError if a text of this list cannot speculate."""
+        check_speculation(speculate, self._caches.root, self._model.ranks.size)
+
     def add(
         self,
         prompt: Sequence[int],
@@ -121,7 +125,7 @@ class Texts:
             raise ValueError(f"{', '.join(refused)} concerns a batch, not a text among others; use model.generate")
         limits, options["on_step"] = self._model.args, self._on_step
         request = make_request(limits, True, [prompt], max_gen_len, stop_ids, options, bound=self._caches.root.bound)
-        check_speculation(request.speculate, self._caches.root, self._model.ranks.size)
+        self.check_speculation(request.speculate)
         needed, most = self._caches.alone(request), self._caches.most_bytes
         if most is not None and needed > most:
             raise ValueError(

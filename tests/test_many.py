@@ -388,6 +388,11 @@ def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> 
     )
 
 
+def test_guesses_with_a_lossy_cache_are_an_error_of_the_call_and_of_no_prompt() -> None:
+    with pytest.raises(ValueError, match="speculation needs a lossless cache, and kv_cache='int8'"):
+        Writer(tiny_model(ARGS), Ids(), kv_cache="int8", speculate="lookup")
+
+
 class FixedRows:
     """A runner whose batches no row can join."""
 
