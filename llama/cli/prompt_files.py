@@ -186,7 +186,7 @@ def answer_all(writer: Writer, source: Source, out: Path, arguments: Arguments, 
 
     made_by: what the answers depend on, besides the lines.
     """
-    path, began, tokens, total = journal_of(out), time.monotonic(), 0, source.last - source.first + 1
+    path, began, tokens, total = journal_of(out), time.perf_counter(), 0, source.last - source.first + 1
     made_by = {"file": source.digest, "lines": [source.first, source.last], **made_by}
     with closing(Journal(path, source, made_by)) as journal:
         todo = ((number, data) for number, data in source if number not in journal)
@@ -195,14 +195,14 @@ def answer_all(writer: Writer, source: Source, out: Path, arguments: Arguments, 
                 for record in answers(writer, todo, arguments):
                     journal.append(record)
                     tokens += record["times"]["new_tokens"] if record["times"] else 0
-                    bar.set_postfix_str(f"{tokens / (time.monotonic() - began):.1f} tokens/s", refresh=False)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.1f} tokens/s", refresh=False)
                     bar.update()
         except BaseException:
             console.note(f"{path} has {len(journal)} of {total} answers; the same command makes the others")
             raise
         with replacing(out) as new, open(new, "wb") as file:
             file.writelines(journal.answers())
-        seconds = time.monotonic() - began
+        seconds = time.perf_counter() - began
         speed = f"{tokens} new tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         console.put(f"{out}: {len(journal)} answers, {journal.failed} of them errors; {speed}")
         return 1 if journal.failed else 0

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -374,6 +375,14 @@ def test_a_text_of_many_lines_is_one_prompt_with_a_notice(tmp_path: Path, capsys
         file.write_text("why?\n" * count)
         assert read_prompts((), str(file)) == ["why?\n" * (count - 1) + "why?"]
         assert capsys.readouterr().err == said
+
+
+def test_a_run_may_take_no_tick_of_a_coarse_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows, `time.monotonic` has ticks of 16 ms, in which many refused lines are read."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    job = a_job(tmp_path, [{"prompt": []}])
+    assert job.run(Writer(Spoiled(), Stopping())) == 1
+    assert json.loads(job.out.read_bytes())["id"] == 1
 
 
 @pytest.mark.slow
