@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Unpack
 
+from llama.batch import NonFiniteLogits
 from llama.request import Options, listing_options
 from llama.sampling import whole_number
 from llama.streaming import Completion, RowText, TextCodec, encode_prompt, stop_strings
@@ -208,11 +209,18 @@ def _in_chunks(
 ) -> Iterator[tuple[int, Completion]]:
     """Yield each prompt's number and Completion; batches of `rows` prompts run one after another."""
     while chunk := list(islice(prompts, rows)):
+        for number, prompt, seed in chunk:
+            try:
+                model.stream(tokenizer, [prompt], max_gen_len, stop=stop, seed=seed, **options)  # checks, runs nothing
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from error
         numbers, texts, each = zip(*chunk, strict=True)
         seeds = None if each[0] is None else list(each)
-        yield from zip(
-            numbers, model.generate(tokenizer, texts, max_gen_len, stop=stop, seed=seeds, **options), strict=True
-        )
+        try:
+            made = model.generate(tokenizer, texts, max_gen_len, stop=stop, seed=seeds, **options)
+        except NonFiniteLogits as error:
+            raise NonFiniteLogits(error.step, numbers[error.row]) from error
+        yield from zip(numbers, made, strict=True)
 
 
 def _in_order(made: Iterator[tuple[int, Completion]]) -> Iterator[tuple[int, Completion]]:

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     ),
     "llama/text_caches.py": ("batch generation kv_cache request", ""),
     "llama/texts.py": ("batch generation request text_caches", "torch"),
-    "llama/many.py": ("request sampling streaming texts", ""),
+    "llama/many.py": ("batch request sampling streaming texts", ""),
     "llama/model.py": ("args generation kv_cache layers many ops ranks rope rows session stepper switches", "torch"),
     "llama/ranks/__init__.py": ("", "torch"),
     "llama/ranks/torchrun.py": ("locked ranks", "torch fairscale"),

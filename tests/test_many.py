@@ -19,6 +19,7 @@ from refusals import unrefused
 from tables import cases
 from tiny import tiny_model
 
+from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.many import Writer, steady
 from llama.model import Transformer
@@ -411,5 +412,12 @@ def test_where_rows_cannot_join_prompts_are_taken_in_chunks_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         assert dict(model.generate_many(Ids(), PROMPTS, 6, seed=1, rows=2)) == expected
     assert "cannot join a batch whose steps are recorded: prompts are taken in chunks of 2" in caplog.text
+    with pytest.raises(ValueError, match=r"^prompt 3: the prompt has no tokens"):
+        list(model.generate_many(Ids(), [*PROMPTS[:3], []], 6, rows=2))
+    made = model.generate_many(Ids(), PROMPTS, 6, rows=2)
+    list(islice(made, 2))
+    model.nan = True
+    with pytest.raises(NonFiniteLogits, match="logits of row 3 at step 0"):
+        list(made)
     with pytest.raises(ValueError, match="cannot join a batch"):
         Writer(model, Ids())
