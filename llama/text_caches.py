@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from llama.batch import Row
 from llama.generation import PlainStepper
-from llama.kv_cache import Cache, PagedCache
+from llama.kv_cache import Cache, PagedCache, ScoredCache
 from llama.kv_cache.paged import BLOCK
 from llama.request import Request
 
@@ -25,6 +25,15 @@ class Kept(NamedTuple):
     ids: list[int]
     cache: Cache
     nbytes: int
+
+
+class Sizes(NamedTuple):
+    """The most rows of a batch since it began, and of its texts the most bytes, tokens of a prompt and new tokens."""
+
+    rows: int = 0
+    nbytes: int = 0
+    prompt: int = 0
+    new: int = 0
 
 
 class TextCaches:
@@ -53,7 +62,8 @@ class TextCaches:
         bytes_of = partial(self.root.text_bytes, itemsize=self._itemsize)
         self._bytes = lru_cache(maxsize=4096)(lambda prompt, end: bytes_of(prompt=prompt, end=end))
         self.lossless = all(layer.lossless for layer in self.root.layers)
-        self._most = 0, 0  # rows, and bytes of the largest text, since the batch began
+        self._most = Sizes()
+        self._keeps_parts = any(isinstance(layer, ScoredCache) for layer in self.root.layers)
         self._kept: list[Kept] = []  # the least recently used first
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -73,9 +83,16 @@ class TextCaches:
         alone = [self.alone(request) for request in requests]
         if self._by_row or not alone:
             return sum(alone)
-        rows, largest = max(self._most[0], len(alone)), max([self._most[1], *alone])
-        fed = largest if rows > 1 else 0  # a text has its own cache until its row joins
-        return rows * largest + fed
+        most = self._sizes(requests)
+        # Memory behind the parts of prompts that are kept is as long for each row as for the row with the most tokens.
+        largest = self._bytes(most.prompt, most.prompt + most.new) if self._keeps_parts else most.nbytes
+        fed = largest if most.rows > 1 else 0  # a text has its own cache until its row joins
+        return most.rows * largest + fed
+
+    def _sizes(self, requests: Collection[Request]) -> Sizes:
+        """Return the sizes of the batch with these texts."""
+        each = [(self.alone(one), len(one.prompts[0]), one.max_new[0]) for one in requests]
+        return Sizes(max(self._most.rows, len(each)), *map(max, zip(self._most[1:], *each, strict=True)))
 
     @property
     def kept_bytes(self) -> int:
@@ -86,7 +103,8 @@ class TextCaches:
         """Forget the size of a batch that has ended; these texts are left, or none."""
         if self._by_row and not running and not self._kept:
             self.root.free()  # a pool of blocks has its largest size as long as a cache is in it
-        self._most = len(running), max(map(self.alone, running), default=0)
+        self._most = Sizes()
+        self._most = self._sizes(running)
 
     def admit(self, running: Sequence[Request], request: Request) -> bool:
         """Return True if a text fits beside those that run, until all have ended; free kept texts for it."""
@@ -95,7 +113,7 @@ class TextCaches:
         together = [*running, request]
         if not self._leave(self.predicted(together)):
             return False
-        self._most = max(self._most[0], len(together)), max(self._most[1], self.alone(request))
+        self._most = self._sizes(together)
         return True
 
     def _leave(self, needed: int) -> bool:

@@ -225,6 +225,22 @@ def test_texts_wait_for_rows_and_memory_and_none_fails(kv_cache: str) -> None:
     assert finish == dict.fromkeys(numbers, "length")
 
 
+def test_long_prompts_beside_a_long_answer_take_the_bytes_that_are_predicted_where_parts_are_kept() -> None:
+    """Each row then has memory for its own part of a prompt, and for as many new tokens as the longest answer."""
+    model = tiny_model(replace(ARGS, n_layers=1, max_seq_len=160)).requires_grad_(False)
+    texts = Texts(model, rows=9, kv_cache="snapkv:0.9")
+    texts.add([1], 75, temperature=0)
+    for _ in range(70):
+        texts.step()
+    for _ in range(8):
+        texts.add([2] * 150, 9, temperature=0)
+    used = predicted = 0
+    while not texts.idle:
+        texts.step()
+        used, predicted = max(used, texts.nbytes), max(predicted, texts.predicted_bytes)
+    assert 0.8 * predicted < used <= predicted
+
+
 def test_a_text_that_ends_with_its_first_token_or_while_it_is_fed_leaves_no_memory() -> None:
     model = tiny_model(ARGS).requires_grad_(False)
     for max_gen_len, cancelled in ((1, False), (9, True)):
