@@ -155,13 +155,16 @@ class Many:
         with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which kinds of cache can be used.
         """
         seed = options.pop("seed", None)
-        if not isinstance(seed, int | None) or isinstance(seed, bool):
+        first = whole_number(seed)
+        if first is None and seed is not None:
             raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
         if whole_number(rows) is None or rows < 1:  # `Texts` checks it too, but chunks need no `Texts`
             raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
-        numbered = ((i, prompt, None if seed is None else seed + i) for i, prompt in enumerate(prompts))
+        numbered = ((i, prompt, None if first is None else first + i) for i, prompt in enumerate(prompts))
         if self.kv_caching and (why := why_not(self)) is not None:
-            logger.warning("%s: prompts are taken in chunks of %d, each of which waits for its longest text", why, rows)
+            also = "" if cache_bytes is None else "; cache_bytes has no effect"
+            told = "%s: prompts are taken in chunks of %d, each of which waits for its longest text%s"
+            logger.warning(told, why, rows, also)
             return _in_chunks(self, tokenizer, numbered, max_gen_len, stop, rows, options)
         kind = options.pop("kv_cache", None)
         writer = Writer(self, tokenizer, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)

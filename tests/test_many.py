@@ -426,8 +426,9 @@ def test_where_rows_cannot_join_prompts_are_taken_in_chunks_and_the_log_says_so(
     expected = dict(model.generate_many(Ids(), PROMPTS, 6, seed=1))
     model.runner = FixedRows()  # type: ignore[assignment]
     with caplog.at_level(logging.WARNING):
-        assert dict(model.generate_many(Ids(), PROMPTS, 6, seed=1, rows=2)) == expected
+        assert dict(model.generate_many(Ids(), PROMPTS, 6, seed=torch.tensor(1), rows=2, cache_bytes=1)) == expected
     assert "cannot join a batch whose steps are recorded: prompts are taken in chunks of 2" in caplog.text
+    assert "cache_bytes has no effect" in caplog.text
     with pytest.raises(ValueError, match=r"^prompt 3: the prompt has no tokens"):
         list(model.generate_many(Ids(), [*PROMPTS[:3], []], 6, rows=2))
     made = model.generate_many(Ids(), PROMPTS, 6, rows=2)

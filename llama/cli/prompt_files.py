@@ -105,6 +105,8 @@ class Journal:
         for line in self._file:
             try:
                 record = json.loads(line[:-1])  # a line without its end has no brace then
+                if not isinstance(record, dict):
+                    raise ValueError("a record is an object")
             except ValueError:
                 record = None
                 if end or _line(made_by).startswith(line):

@@ -9,7 +9,7 @@ def own_part(part: str | None) -> tuple[int, int]:
     if part is None and (task := os.environ.get("SLURM_ARRAY_TASK_ID")) is not None:
         first, step, count = (os.environ.get(f"SLURM_ARRAY_TASK_{name}", "1") for name in ("MIN", "STEP", "COUNT"))
         given = f"of task {task} from {first} by {step} of {count}, by SLURM_ARRAY_TASK_ID,"
-        if (task + first + step + count).isdecimal() and (int(task) - int(first)) % int(step) == 0:
+        if (task + first + step + count).isdecimal() and int(step) and (int(task) - int(first)) % int(step) == 0:
             given = f"{(int(task) - int(first)) // int(step) + 1}/{count}"
     i, _, n = given.partition("/")
     if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):

@@ -280,7 +280,8 @@ class Engine:
         metrics.waiting.set(texts.waiting + max(0, len(self._uncached) - 1))
         metrics.cache.set(texts.nbytes)
         metrics.predicted.set(texts.predicted_bytes)
-        done.set_result(None)
+        if done.set_running_or_notify_cancel():  # else the request was cancelled meanwhile
+            done.set_result(None)
 
 
 def _tokens(completion: Completion, seen: int) -> tuple[tuple[int, float | None], ...]:

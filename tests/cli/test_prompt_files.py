@@ -267,7 +267,7 @@ def test_an_output_of_other_lines_or_settings_or_in_use_is_refused(tmp_path: Pat
     other, foreign = tmp_path / "other", tmp_path / "foreign"
     other.mkdir()
     foreign.mkdir()
-    (foreign / "y1.jsonl.journal").write_text("mine\nand mine\n")
+    (foreign / "y1.jsonl.journal").write_text("[1]\nand mine\n")
     made = a_job(tmp_path, given, temperature=1.0)
     in_use = Journal(tmp_path / "used", made.source, {})
     in_use.append({"line": 1, "times": None, "answer": {}})
@@ -285,7 +285,7 @@ def test_an_output_of_other_lines_or_settings_or_in_use_is_refused(tmp_path: Pat
     assert unrefused(calls, (ValueError, BlockingIOError)) == []
     in_use.close()
     assert job.journal.read_bytes() == begun
-    assert (foreign / "y1.jsonl.journal").read_text() == "mine\nand mine\n"
+    assert (foreign / "y1.jsonl.journal").read_text() == "[1]\nand mine\n"
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_the_parts_together_are_the_whole(tmp_path: Path, whole: bytes) -> None:
             job.journal.unlink()
 
 
-WRONG = ["0/12", "13/12", "3", "a/b", "²/3", "9 1 3 1", "4 1 3 2", "x 1 3 1"]  # of the flag, or of ID MIN COUNT STEP
+WRONG = ["0/12", "13/12", "3", "a/b", "²/3", "9 1 3 1", "4 1 3 2", "x 1 3 1", "4 1 3 0"]  # of the flag, or of ID MIN COUNT STEP
 PARTS = {None: (1, 1), "3/12": (3, 12), "3 0 12 1": (4, 12), "3 1 12 1": (3, 12), "6 2 5 2": (3, 5)}
 
 

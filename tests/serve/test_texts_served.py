@@ -213,6 +213,15 @@ def test_a_client_of_a_text_that_was_dropped_ends_no_text_of_the_next_writer() -
     assert [update.finish for update in updates] == [None, None, None, "length"]
 
 
+def test_a_request_for_metrics_that_was_cancelled_ends_no_text() -> None:
+    engine = Engine(lambda: (Slow(), Endless()))
+    engine.ready.result(60)
+    engine.end()  # its calls follow here, in this thread
+    cancelled = engine.gauges()
+    assert cancelled.cancel()
+    engine._measure(cancelled)
+
+
 def test_at_the_first_signal_texts_may_end_and_the_others_are_cancelled() -> None:
     with serving(grace=0.3) as server:
         server.model.seconds = 0.02
