@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_reports import caches_report, chat_report, hand_in_report, sweep_report, table_report
+from bench_reports import caches_report, chat_report, hand_in_report, table_report
 from recordings import DEMO
 from tiny import tiny_model
 
 from llama import cli, costs
 from llama.__main__ import COMMANDS
 from llama.bench import schema
+from llama.bench.sweep import read_plan
 from llama.costs import MB
 from llama.ops import attend
 
@@ -224,6 +225,15 @@ def test_every_known_bug_has_tests_that_exist() -> None:
     assert numbers == set(range(1, 41))
 
 
+def test_the_plan_of_growth_measures_both_modes_at_every_size() -> None:
+    points = read_plan((ROOT / "docs" / "examples" / "growth.toml").read_text(encoding="utf-8"))
+    sizes = {(point.context, point.batch) for point in points}
+    assert len(sizes) == 12
+    assert {(*size, kind) for size in sizes for kind in ("off", "static")} == {
+        (point.context, point.batch, point.kind) for point in points
+    }
+
+
 def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs" / "benchmark_json.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, flags=re.MULTILINE | re.DOTALL))
@@ -235,5 +245,5 @@ def test_the_page_on_the_benchmarks_json_has_every_field_and_no_other() -> None:
     assert len(columns) == len(set(columns))
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "llama" / "bench").rglob("*.py"))
     assert [name for name in columns if f'"{name}"' not in sources] == [], "what no code writes or reads"
-    reports = [table_report(), sweep_report(), caches_report(), chat_report(), hand_in_report()]
+    reports = [table_report(), caches_report(), chat_report(), hand_in_report()]
     assert {name for report in reports for row in report["rows"] for name in row} <= set(columns)

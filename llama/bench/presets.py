@@ -1,6 +1,6 @@
 """What each preset measures: its cells, and the jobs that measure them. `llama.bench.plan` runs any of them.
 
-`table`: batch 1, 8 and 16 with the cache on and off. `sweep`: the difference by output length, context and batch.
+`table`: batch 1, 8 and 16 with the cache on and off.
 `caches`: kinds of cache beside the full one. `chat`: a conversation, prompts that begin alike, and a saved session.
 `report`: what a student hands in, the table with four texts and the peaks of code that computes all logits.
 """
@@ -26,10 +26,6 @@ from llama.kv_cache.window import DEFAULT_SINKS
 from llama.tokenizer import Tokenizer
 
 BATCHES = (1, 8, 16)
-SWEEP_BATCHES = (1, 2, 4, 8, 16)
-GENERATED = (10, 20, 50, 100, 200)
-CACHE_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-SWEEP_CONTEXTS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
 KIND_CONTEXTS = (1024, 8192)
 WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
@@ -142,8 +138,6 @@ def plan_report(
         if preset == "report":
             fed = [len(source.tokenizer.encode(one, bos=True, eos=False)) for one in prompts]
             plan = {"prompts": [*prompts], "fed": fed}
-    elif preset == "sweep":
-        cells = [base.but(batch_size=1, output_len=max(GENERATED), kv_caching=on) for on in (True, False)]
     elif preset == "caches":
         cells, plan = kind_cells(base, kinds, contexts, source.args)
         plan |= text_plan(source, text or OWN_TEXT, prompt_len)
@@ -154,7 +148,7 @@ def plan_report(
         check_cell(cell)
         if cell.from_file != base.from_file:
             find_model(cell)  # raises ValueError if there is no such file
-        if preset in ("table", "sweep", "report"):
+        if preset in ("table", "report"):
             check_length(cell, source.args)
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
@@ -328,24 +322,12 @@ def recording_job(watched: Cell, known: Calibration, *, most: int | None = None)
     return Job(RECORDING, "watch", plain, 0, seconds, options, of_cell=False)
 
 
-def sweep_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
-    """Yield the pair of long generations, sizes of caches, steps by context, and steps by batch size."""
-    cells, limit = cells_of(report), known.max_seq_len
-    yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
-    lengths = {"lengths": [length for length in CACHE_LENGTHS if length <= limit]}
-    start = known.of_tokens(0)
-    yield Group((Job("cache sizes", "sizes", cells[0], 0, start, lengths, of_cell=False),))
-    yield steps_group(cells[0], 1, [one for one in SWEEP_CONTEXTS if one <= limit], known, "steps by context")
-    for batch in SWEEP_BATCHES:
-        yield steps_group(cells[0], batch, [cells[0].input_len], known)
-
-
-def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibration, name: str = "") -> Group:
+def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibration) -> Group:
     """Return the job that times steps at these contexts: each warms up, and is timed at least three times."""
     seconds = known.of_tokens(4 * batch * sum(contexts)) + 2 * ENOUGH * len(contexts)
     asked = cell.but(batch_size=batch, kv_caching=True)
     options = {"contexts": list(contexts)}
-    return Group((Job(name or f"steps at batch {batch}", "steps", asked, 0, seconds, options, of_cell=False),))
+    return Group((Job(f"steps at batch {batch}", "steps", asked, 0, seconds, options, of_cell=False),))
 
 
 def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
@@ -426,7 +408,6 @@ def chat_groups(report: Report, known: Calibration, left: Callable[[], float]) -
 
 GROUPS: dict[str, Callable[[Report, Calibration, Callable[[], float]], Iterator[Group]]] = {
     "table": table_groups,
-    "sweep": sweep_groups,
     "caches": kind_groups,
     "chat": chat_groups,
     "report": report_groups,

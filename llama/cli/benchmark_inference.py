@@ -75,9 +75,9 @@ def main(
         input_len: Tokens of each prompt, random ids of exactly this length; by default 256.
         output_len: Tokens made for each row, by default 32; no end-of-text ends a row early.
         kv_caching: Cache keys and values of past tokens; --kv_caching=False computes them again at each step.
-        preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), sweep (by output length, context and
-            batch), caches (bytes, time, quality of kinds), chat (a cache that is kept between calls) or report (the
-            table with texts in both modes and the published peaks).
+        preset: Cells that belong together: table (batch 1, 8, 16 x cache on, off), caches (bytes, time, quality of
+            kinds), chat (a cache that is kept between calls) or report (the table with texts in both modes and the
+            published peaks).
         model: The demo, or a released shape with random weights: llama-3.2-1b, llama-3.1-8b, ...; by default demo on a
             CPU, and llama-3.2-1b on a GPU.
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, or a .gguf file, instead of a model by name.
@@ -233,8 +233,8 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
 def check_flags(flags: SimpleNamespace) -> None:
     """Raise ValueError for flags that would be ignored."""
     preset = flags.preset
-    if preset not in (None, "table", "sweep", "caches", "chat", "report"):
-        raise ValueError(f"--preset={preset} is not known; choose table, sweep, caches, chat or report")
+    if preset not in (None, "table", "caches", "chat", "report"):
+        raise ValueError(f"--preset={preset} is not known; choose table, caches, chat or report")
     if flags.budget is None:
         flags.budget = 5.0 if preset == "report" else 15.0
     if flags.text is not None and flags.input_len is not None:
@@ -268,7 +268,7 @@ def check_flags(flags: SimpleNamespace) -> None:
         return
     decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
     decided += ("text",) if preset in ("chat", "report") else ()
-    decided += ("engine",) if preset in ("caches", "sweep", "report") else ()
+    decided += ("engine",) if preset in ("caches", "report") else ()
     decided += ("logits", "page_watch") if preset == "report" else ()
     decided += ("speculate",) if preset != "table" else ()
     defaults = main.__kwdefaults__ or {}

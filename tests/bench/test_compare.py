@@ -106,7 +106,7 @@ def test_another_setup_is_refused_by_name_unless_it_is_asked_for_and_then_in_the
 ) -> None:
     others = {f"environment.{name}": "x" for name in ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")}
     others |= {f"model.{name}": "x" for name in ("name", "weights", "parameters", "sizes.dim")}
-    others |= {"cells.0.dtype": "bf16", "cells.0.device": "cuda", "preset": "sweep", "plan.text": "x"}
+    others |= {"cells.0.dtype": "bf16", "cells.0.device": "cuda", "preset": "chat", "plan.text": "x"}
     for where, value in others.items():
         (found,) = differences(run(), changed(where, value))
         assert where.split(".")[-1] in found.split(" is ")[0].split(" "), where

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from fakes import NATIVE_SIZES, write_checkpoint
-from jobs_here import Here, jobs_here, run_of
+from jobs_here import Here, jobs_here
 
 from llama import cli
 from llama.bench import plan, presets, single
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, Job, cell_job, paired, plan_report, sweep_groups, table_cells, table_groups
+from llama.bench.presets import Calibration, Job, cell_job, paired, table_cells, table_groups
 from llama.bench.report import files
 from llama.bench.report.text import report_markdown
 from llama.bench.run import jobs, worker
@@ -41,9 +41,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    monkeypatch.setattr(presets, "SWEEP_BATCHES", (1, 2))
-    monkeypatch.setattr(presets, "SWEEP_CONTEXTS", (4, 8, 16, 256, 257))
-    monkeypatch.setattr(presets, "GENERATED", (2, 5))
     monkeypatch.setattr(presets, "WATCHED_STEPS", 3)
     return jobs_here(monkeypatch, lambda kind, cell: cell.name if kind == "cell" else kind)
 
@@ -90,21 +87,14 @@ def test_curves_are_expected_to_feed_each_step_four_times(base: Cell) -> None:
         "steps at batch 1": of(4 * 15) + 2 * 4 * 0.3,
         "steps at batch 8": of(4 * 8 * 15) + 2 * 4 * 0.3,
     }
-    sweep = seconds(new_report("sweep", [base, base.but(kv_caching=False)]), sweep_groups)
-    assert sweep["cache sizes"] == of(0)
-    assert sweep["steps by context"] == of(4 * (16 + 32 + 64 + 128 + 256)) + 2 * 5 * 0.3
-    assert sweep["steps at batch 4"] == of(4 * 4 * 6) + 2 * 0.3
 
 
 def test_presets_measure_at_the_sizes_that_the_documentation_names() -> None:
-    assert (plan.REPETITIONS, presets.BATCHES, presets.GENERATED) == (5, (1, 8, 16), (10, 20, 50, 100, 200))
-    assert tuple(2**n for n in range(5)) == presets.SWEEP_BATCHES
-    assert tuple(2**n for n in range(4, 12)) == presets.SWEEP_CONTEXTS
-    assert tuple(2**n for n in range(7, 14)) == presets.CACHE_LENGTHS
+    assert (plan.REPETITIONS, presets.BATCHES) == (5, (1, 8, 16))
     assert (presets.AGREED_ON, presets.LENGTH, presets.KIND_CONTEXTS) == (1024, 2048, (1024, 8192))
 
 
-# ---- the table and the sweep -----------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_puts_peers_beside_every_cell_that_they_can_run() -> None:
@@ -124,22 +114,6 @@ def test_the_table_puts_guesses_beside_every_cell_of_ours_with_the_cache_and_mea
     ]  # fmt: skip
     groups = paired([Job(cell.name, "cell", cell, place, 1.0) for place, cell in enumerate(cells)])
     assert [job.name for job in groups[0].jobs] == names
-
-
-@pytest.mark.usefixtures("here")
-def test_a_sweep_measures_every_curve_up_to_the_models_limit(base: Cell, tmp_path: Path) -> None:
-    made = run_of(plan_report("sweep", base, engines=[], kinds=[], budget=0), tmp_path)
-    made.run()
-    steps = rows_of(made.report, "step")
-    sizes = {row["context"]: row for row in steps if "cache_bytes" in row}
-    assert [*sizes] == [128, 256]
-    assert all(row["cache_bytes"] == row["predicted_cache_bytes"] for row in sizes.values())
-    timed = [row for row in steps if "step_seconds" in row]
-    assert {(row["context"], row["kv_caching"]) for row in timed if row["batch_size"] == 1} == {
-        (n, mode) for n in (4, 6, 8, 16, 256) for mode in (True, False)
-    }
-    assert {(row["context"], row["kv_caching"]) for row in timed if row["batch_size"] == 2} == {(6, True), (6, False)}
-    assert [len(row["step_seconds"][0]) for row in rows_of(made.report, "cell")] == [4, 4]
 
 
 # ---- a single cell ---------------------------------------------------------------------------------------------------
@@ -254,7 +228,7 @@ def test_the_margin_is_that_of_the_two_largest_logits(base: Cell) -> None:
 
 # Flags, and a part of the error. Refused by the flags alone, or by a cell, before a model is looked for:
 REFUSED = {
-    "--preset tables": "--preset=tables is not known; choose table, sweep, caches, chat or report",
+    "--preset tables": "--preset=tables is not known; choose table, caches, chat or report",
     "--batch_size 0": "--batch_size=0 must be at least 1",
     "--text a --input_len 3": "leave out --input_len",
     "--kv_cache int8 --kv_cache int4": "--kv_cache: a cell has one kind of cache",
@@ -263,7 +237,6 @@ REFUSED = {
     "--budget inf --preset table": "--budget=inf",
     "--wait_until_quiet nan": "--wait_until_quiet=nan",
     "--preset table --batch_size 4 --compare": "--batch_size, --compare cannot be combined with",
-    "--preset sweep --engine transformers": "--engine cannot be combined with --preset sweep",
     "--preset report --engine transformers --logits all": "--engine, --logits cannot be combined with",
     "--preset caches --engine transformers": "--engine cannot be combined with --preset caches",
     "--preset chat --input_len 9 --text a": "leave out --input_len",
@@ -290,7 +263,7 @@ REFUSED = {
     "--speculate lookup --kv_caching=False": "speculate needs the KV cache, which is off",
     "--speculate lookup --logits all": "logits=all and speculate exclude each other",
     "--speculate lookup:99": "at most N guessed tokens",
-    **{f"--speculate lookup --preset {name}": "--speculate cannot be combined" for name in ("sweep", "caches", "chat")},
+    **{f"--speculate lookup --preset {name}": "--speculate cannot be combined" for name in ("caches", "chat")},
     "--quantize int3": "quantize='int3' must be int8, int4, stored or left out",
     "--quantize int8 --exact": "computes with int8 weights by native code alone; ask for fast, too",
     "--quantize int8 --dtype fp16": "not in torch.float16",
@@ -301,7 +274,7 @@ REFUSED = {
 # Refused by the sizes of a model; TINY stands for --ckpt_dir and a tiny one's.
 REFUSED_BY_SIZES = {
     "TINY --input_len 250": "goes past max_seq_len=256",
-    "TINY --preset sweep --input_len 100": "goes past max_seq_len=256",
+    "TINY --preset table --input_len 100 --output_len 200": "goes past max_seq_len=256",
     "TINY --input_len 6 --batch_size 1000000000": "does not fit: weights",
     "TINY --input_len 6 --repeats 0": "repeats=0",
     "TINY --input_len 6 --quantize stored --repack=False": "quantize=stored takes the weights as a .gguf file has them",

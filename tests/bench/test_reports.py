@@ -19,7 +19,6 @@ from typing import Any
 import matplotlib
 import pytest
 from bench_reports import (
-    CACHE_PER_TOKEN,
     READING,
     bare_cell,
     caches_report,
@@ -27,10 +26,10 @@ from bench_reports import (
     check,
     comparison,
     dead,
+    long_report,
     only_cell,
     predicted,
     step_rows,
-    sweep_report,
     table_report,
 )
 from matplotlib.colors import to_hex
@@ -38,7 +37,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from llama.bench.report.contents import NOISY
-from llama.bench.report.derived import crossovers, exponent, fits, growth
+from llama.bench.report.derived import crossovers, growth
 from llama.bench.report.files import write_report
 from llama.bench.report.page import report_page
 from llama.bench.report.plots.canvas import SMALL, STYLE, as_png, as_svg, error_bars, heading, new_figure
@@ -60,18 +59,17 @@ from llama.host import palette
 GOLDEN = Path(__file__).with_name("golden")
 LEFT_OUT = ["batch 8, cache on: no room in the budget", "steps at batch 1: died: gone"]
 PICTURES = {
-    "table": ["time", "memory", "steps"],
-    "sweep": ["time", "memory", "steps", "speedup"],
+    "table": ["time", "memory", "steps", "speedup"],
     "caches": ["kinds", "pareto"],
     "chat": [],
 }
-REPORTS = {"table": table_report, "sweep": sweep_report, "caches": caches_report, "chat": chat_report}
+REPORTS = {"table": long_report, "caches": caches_report, "chat": chat_report}
 PAIR = [{"kv_caching": on} for on in (True, False)]
 VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 computed"
 EVIL = "<script>alert(1)</script> | </pre><img src=http://example.org/x.png> \x1b[2J"
 
 
-@pytest.fixture(params=["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sweep", "chat"))])
+@pytest.fixture(params=["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("table", "chat"))])
 def report(request: pytest.FixtureRequest) -> Report:
     """A report of each preset."""
     return REPORTS[request.param]()
@@ -304,7 +302,7 @@ def test_the_csv_reads_back_as_the_very_figures() -> None:
         assert row["cache_bytes"] == str(own["cache_bytes"])
     assert len(csv_rows(report, "step")) == 3 * 2 * 6
     for other, known in (
-        (sweep_report(), {"cell", "step", "comparison", "growth", "fit"}),
+        (long_report(), {"cell", "step", "comparison", "growth"}),
         (caches_report(), {"cell", "step", "task", "quality"}),
     ):
         assert {row["figures"] for row in csv.DictReader(io.StringIO(report_csv(other)))} == known
@@ -372,31 +370,19 @@ def test_a_cache_that_never_pays_is_said_in_table_sentence_and_picture() -> None
     assert heading(drawn_by(draw_steps, report)) == "A step is not faster with the cache at any context that was tried"
 
 
-def test_the_exponent_is_that_of_the_longer_contexts_if_there_are_enough() -> None:
-    assert exponent([(context, 1e-6 * context**1.5) for context in (16, 64, 256, 1024)]) == pytest.approx(1.5)
-    assert exponent([(16, 1.0), (32, 1.0), (64, 1.0), (128, 2.0)]) == pytest.approx(0.5)
-    assert len(fits(sweep_report())) == 2
-    short = sweep_report()
-    short["rows"] = [row for row in short["rows"] if row["figures"] != "step" or row["context"] in (16, 256)]
-    assert fits(short) == []
-
-
-def test_the_growth_of_the_speed_up_is_read_out_of_the_longest_generation() -> None:
-    report = sweep_report()
+def test_the_growth_of_the_speed_up_is_read_out_of_a_long_generation() -> None:
+    report = long_report()
     rows = growth(report)
-    assert [row["generated"] for row in rows] == [10, 20, 50, 100, 200]
+    assert growth(table_report()) == [], "of 32 tokens"
+    assert [(row["batch_size"], row["generated"]) for row in rows] == [(1, 10), (1, 20), (1, 50), (1, 100), (1, 200)]
     on, off = (cell_row(report, index) for index in (0, 1))
     assert rows[-1]["times_faster"] == pytest.approx(median_of(off, "seconds") / median_of(on, "seconds"))
     firsts = [
         first + sum(later[:9]) for first, later in zip(on["first_token_seconds"], on["step_seconds"], strict=True)
     ]
     assert rows[0]["on_s"]["median"] == pytest.approx(sorted(firsts)[1])
-    shown = report_markdown(report)
-    assert [row[0] for row in rows_of(shown, "Speed-up against generation length")] == ["10", "20", "50", "100", "200"]
-    steps = rows_of(shown, "Time of a step, and bytes of the KV cache")
-    assert [row[:2] for row in steps[-2:]] == [["8", "256"], ["16", "256"]]
-    assert steps[7][-2:] == [f"{2048 * CACHE_PER_TOKEN / 2**20:.2f}"] * 2
-    assert [row[0] for row in rows_of(shown, "How the time of a step grows with the context")] == ["on", "off"]
+    shown = rows_of(report_markdown(report), "Speed-up against generation length")
+    assert [row[1] for row in shown] == ["10", "20", "50", "100", "200"]
 
 
 # Noise
@@ -426,7 +412,7 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         for name, figure in drawn.items()
     }
     expected = {"time": [True, True], "memory": [False], "speedup": [True, True], "kinds": [False, True, False]}
-    expected |= {"pareto": [False, True], "steps": [True, True]}
+    expected |= {"pareto": [False, True], "steps": [True] * 3}
     assert marked == {name: expected[name] for name in drawn}
 
 
@@ -546,7 +532,7 @@ def test_no_file_but_the_palette_has_a_colour_of_its_own() -> None:
 def test_each_mode_and_each_part_of_the_memory_has_its_colour_on_every_picture() -> None:
     known = {"with the cache": palette.CACHE, "without": palette.RECOMPUTED, "KV cache": palette.CACHE}
     known |= {"weights": palette.WEIGHTS, "activations": palette.ACTIVATIONS}
-    report = sweep_report()
+    report = long_report()
     for draw in (draw_time, draw_memory, draw_speedup, draw_steps):
         (legend,) = drawn_by(draw, report).legends
         colors = {text.get_text(): handle.get_facecolor()  # type: ignore[union-attr]
@@ -558,7 +544,7 @@ def test_each_mode_and_each_part_of_the_memory_has_its_colour_on_every_picture()
 
 def test_ratios_are_bars_from_zero_on_a_linear_axis_with_the_factor_at_each() -> None:
     cells = [{}, {"engine": "llama.cpp", "path": "llama.cpp 0.3.36"}, {"kv_caching": False}]
-    for figure in (drawn_by(draw_time, table_report(cells)), drawn_by(draw_speedup, sweep_report())):
+    for figure in (drawn_by(draw_time, table_report(cells)), drawn_by(draw_speedup, long_report())):
         ax = figure.axes[1]
         written = [text.get_text() for text in ax.texts if re.fullmatch(r"[\d.]+x", text.get_text())]
         digits = len(written[0].partition(".")[2]) - 1
@@ -580,7 +566,7 @@ CROWD: list[dict[str, Any]] = [{}, {"engine": "transformers"}, {"fast": True, "p
 
 
 @pytest.mark.parametrize(
-    "preset", ["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("crowd", "sweep"))]
+    "preset", ["caches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("crowd", "table"))]
 )
 def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(preset: str) -> None:
     crowd = table_report([{**way, "kv_caching": on} for way in CROWD for on in (True, False)])
@@ -701,16 +687,14 @@ addEventListener("load", () => {
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_browser_shows_every_picture_at_a_readable_size_and_the_page_at_its_width(tmp_path: Path) -> None:
     width, file, report = 400, tmp_path / "report.html", table_report(PAIR)
-    file.write_text(
-        f"<!DOCTYPE html><body>{LOOK % (width, html.escape(report_page(report, figures(report))))}",
-        "utf-8",
-    )
+    drawn = figures(report)
+    file.write_text(f"<!DOCTYPE html><body>{LOOK % (width, html.escape(report_page(report, drawn)))}", "utf-8")
     program = "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage --virtual-time-budget=5000"
     flags = ["--window-size=1700,1000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
     done = subprocess.run([*program.split(), *flags], capture_output=True, text=True, timeout=120, check=True)
     (seen,) = re.findall(r'data-seen="([^"]*)"', done.stdout)
     pictures, letters, page_width = json.loads(html.unescape(seen))
-    assert pictures == len(PICTURES["table"])
+    assert pictures == len(drawn)
     assert letters >= 11  # px
     assert page_width <= width
 

@@ -163,21 +163,9 @@ def hand_in_report(**changed: Any) -> Report:
     return report_of("report", cells, [*whole["rows"], *made], plan=plan, **changed)
 
 
-def sweep_report(**changed: Any) -> Report:
-    """Return the report of `--preset sweep`."""
-    cells = [Cell(output_len=200, kv_caching=on, threads=2) for on in (True, False)]
-    steps = [
-        *step_rows(1, (16, 32, 64, 128, 256, 512, 1024, 2048)),
-        *(row for size in (2, 4, 8, 16) for row in step_rows(size, (256,))),
-    ]
-    for row in steps:
-        if row["kv_caching"] and row["batch_size"] == 1:
-            row |= {
-                "cache_bytes": row["context"] * CACHE_PER_TOKEN,
-                "predicted_cache_bytes": row["context"] * CACHE_PER_TOKEN,
-            }
-    rows = [row for i, cell in enumerate(cells) for row in cell_rows(i, cell)]
-    return report_of("sweep", cells, [*rows, *steps, comparison(0, 1, 200)], **changed)
+def long_report(**changed: Any) -> Report:
+    """Return the report of `--preset table --output_len 200`."""
+    return table_report([{"output_len": 200, **cell} for cell in SQUARES], **changed)
 
 
 def caches_report(

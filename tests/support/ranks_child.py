@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama.bench.run.step_times import cache_sizes, step_times
+from llama.bench.run.step_times import bytes_of, filled_cache, step_times
 from llama.checkpoint import load_weights, open_checkpoint
 from llama.checkpoint.assemble import Weight
 from llama.checkpoint.export import save_huggingface
@@ -221,7 +221,9 @@ def a_slice_is_not_written_as_a_model(job: Job) -> None:
 @case
 def steps_and_caches_are_measured_on_all_ranks(job: Job) -> None:
     cut = job.model("meta-1", torch.float32)
-    assert all(size["cache_bytes"] == size["predicted_cache_bytes"] for size in cache_sizes(cut, [4, 16], [1, 2]))
+    for length in (4, 16):
+        size = bytes_of(cut, filled_cache(cut, length, [1, 2], reserved=length), length, length)
+        assert size["cache_bytes"] == size["predicted_cache_bytes"]
     assert [step["context"] for step in step_times(cut, 2, [3, 9], kv_caching=True)] == [3, 9]
 
 

@@ -109,7 +109,6 @@ TABLE_COLUMNS = {
     "on_s": Column("cache on, s", form=".2f"),
     "off_s": Column("cache off, s", form=".2f"),
     "pays_from": Column("a cached step is faster from", "p90 with the cache lies below p10 without"),
-    "exponent": Column("exponent", "p of time ~ context^p over the longer half of the contexts", form=".2f"),
     "context": Column("context"),
     "greedy_text": Column("greedy text"),
     "of_full": Column(

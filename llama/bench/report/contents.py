@@ -18,7 +18,6 @@ NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
 
 TITLES = {
     "table": "With and without KV cache",
-    "sweep": "What the KV cache saves as batch and length grow",
     "caches": "Kinds of KV cache: bytes, time and quality",
     "merged": "Results of many runs",
     "chat": "A conversation with its KV cache kept, prompts that begin alike, and sessions on disk",
@@ -61,7 +60,6 @@ def report_sections(report: Report) -> list[Section]:
     views = cell_views(report)
     noted = [f"{name_of(view, report)}: {note}" for view in views for note in view.row.get("notes", [])]
     notes = Table("", notes=[] if has_details else noted)
-    steps = "How it grows" if report["preset"] == "sweep" else "Where the cache begins to pay"
     of_hand_in = [hand_in.text_table(report), hand_in.published_table(report)]
     code = hand_in.code_tables() if report["preset"] == "report" else []
     found = [
@@ -71,7 +69,7 @@ def report_sections(report: Report) -> list[Section]:
         Section("The lines of code that differ", code, is_open=True),
         Section("Beside the published tables", of_hand_in[1:], is_open=True),
         Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report)),
-        Section(steps, tables.step_tables(report), ("speedup", "steps")),
+        Section("Where the cache begins to pay", tables.step_tables(report), ("speedup", "steps")),
         Section("Memory and work of each cell", [_details(view) for view in views if has_details]),
         Section("Noise, and what was not measured", [Table("", notes=[*noise(report), *left_out(report)])]),
         Section("Validity", [tables.validity_table(report), notes]),

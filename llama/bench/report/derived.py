@@ -4,7 +4,6 @@ Nothing here is stored in a report; tables, CSV, sentences and plots compute it 
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from llama.bench.schema import Report, Row, cell_of, is_measured, pairs, rows_of
 from llama.bench.statistics import LEAST_REPETITIONS, WIDE, Spread, percentiles, spread
 
 _LENGTHS = (10, 20, 50, 100, 200)  # lengths at which the speed-up of a whole generation is read
-LEAST_LENGTHS = 3  # an exponent fits any two
+LEAST_LENGTHS = 3  # of a cell of few tokens, the growth says no more than the pair itself
 
 Derived = dict[str, Any]
 
@@ -80,15 +79,14 @@ def saved(report: Report) -> list[Derived]:
 
 
 def step_pairs(report: Report) -> list[Derived]:
-    """Return the time of a step with the cache and without at each batch size and context, and the cache's bytes."""
+    """Return the time of a step with the cache and without at each batch size and context."""
     found: dict[tuple[int, int, int], Derived] = {}
     for row in rows_of(report, "step"):
         key = row["cell"], row["batch_size"], row["context"]
         both = found.setdefault(key, {"figures": "steps", "cell": key[0], "batch_size": key[1], "context": key[2]})
         both["on" if row["kv_caching"] else "off"] = spread(row, "step_seconds")
-        both |= {
-            name: row[name] for name in ("cache_bytes", "predicted_cache_bytes", "path") if row.get(name) is not None
-        }
+        if path := row.get("path"):
+            both["path"] = path
     for both in found.values():
         on, off = both.get("on"), both.get("off")
         both["times_faster"] = off["median"] / on["median"] if on and off else None
@@ -96,16 +94,11 @@ def step_pairs(report: Report) -> list[Derived]:
     return [found[key] for key in sorted(found)]
 
 
-def step_groups(report: Report) -> list[tuple[str, str, list[Derived]]]:
-    """Return (title, varying column, rows) of steps that are shown together: by context, and of a sweep by batch."""
+def step_groups(report: Report) -> list[list[Derived]]:
+    """Return the steps of each batch size of a table by context."""
     timed = [row for row in step_pairs(report) if row["n"]]
-    if report["preset"] == "sweep":
-        length = report["cells"][0]["input_len"]
-        found = [("batch 1", "context", [row for row in timed if row["batch_size"] == 1])]
-        found.append((f"context {length}", "batch_size", [row for row in timed if row["context"] == length]))
-        return [group for group in found if group[2]]
     batches = dict.fromkeys(row["batch_size"] for row in timed) if report["preset"] == "table" else ()
-    return [(f"batch {size}", "context", [row for row in timed if row["batch_size"] == size]) for size in batches]
+    return [[row for row in timed if row["batch_size"] == size] for size in batches]
 
 
 def crossovers(report: Report) -> list[Derived]:
@@ -114,7 +107,7 @@ def crossovers(report: Report) -> list[Derived]:
     That is the shortest one from which, at every length that was tried, p90 with the cache lies below p10 without.
     """
     found: list[Derived] = []
-    for _, _, rows in step_groups(report) if report["preset"] == "table" else []:
+    for rows in step_groups(report):
         pays = None
         for row in reversed(rows):
             if not row.get("on") or not row.get("off") or row["on"]["p90"] >= row["off"]["p10"]:
@@ -126,14 +119,22 @@ def crossovers(report: Report) -> list[Derived]:
 
 
 def growth(report: Report) -> list[Derived]:
-    """Return the speed-up by length of a sweep: a longer generation begins with exactly the shorter one."""
-    found = []
-    for on, off in pairs(report) if report["preset"] == "sweep" else []:
-        for length in (length for length in _LENGTHS if length <= cell_of(report, on).output_len):
+    """Return the speed-up of our first pair in a table by the tokens that are generated, if these are many.
+
+    A longer generation begins with exactly the shorter one.
+    """
+    found: list[Derived] = []
+    for on, off in pairs(report) if report["preset"] == "table" else ():
+        cell = cell_of(report, on)
+        lengths = [length for length in _LENGTHS if length <= cell.output_len]
+        if cell.engine != "llama" or cell.speculate or len(lengths) < LEAST_LENGTHS:
+            continue
+        for length in lengths:
             both = _first(on, length), _first(off, length)
             faster = both[1]["median"] / both[0]["median"]
-            found.append({"figures": "growth", "generated": length, "on_s": both[0], "off_s": both[1],
-                          "times_faster": faster, "n": counts(*both)})  # fmt: skip
+            found.append({"figures": "growth", "batch_size": cell.batch_size, "generated": length, "on_s": both[0],
+                          "off_s": both[1], "times_faster": faster, "n": counts(*both)})  # fmt: skip
+        break
     return found
 
 
@@ -141,24 +142,6 @@ def _first(row: Row, length: int) -> Spread:
     """Return the seconds of the first tokens of a cell over its repetitions."""
     both = zip(row["first_token_seconds"], row["step_seconds"], strict=True)
     return percentiles([first + sum(later[: length - 1]) for first, later in both])
-
-
-def fits(report: Report) -> list[Derived]:
-    """Return how the time of a token grows with the context of a sweep, in each mode that has enough lengths."""
-    found = []
-    for _, column, rows in step_groups(report) if report["preset"] == "sweep" else []:
-        for mode in ("on", "off") if column == "context" else ():
-            times = [(row["context"], row[mode]["median"]) for row in rows if row.get(mode)]
-            if len(times) >= LEAST_LENGTHS:
-                found.append({"figures": "fit", "kv_caching": mode, "exponent": exponent(times), "n": len(times)})
-    return found
-
-
-def exponent(times: Sequence[tuple[int, float]]) -> float:
-    """Return p of seconds ~ context^p over the longer half of the contexts."""
-    longer = times[len(times) // 2 - 1 :] if len(times) > 3 else times
-    logs = [[math.log(value) for value in values] for values in zip(*longer, strict=True)]
-    return statistics.linear_regression(*logs).slope
 
 
 def unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:

@@ -42,7 +42,8 @@ def findings(report: Report) -> list[str]:
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
-        found.append(f"Time until the first tokens are generated, with the cache: {words} tokens.")
+        batch = rows[0]["batch_size"]
+        found.append(f"Time until the first tokens are generated at batch {batch}, with the cache: {words} tokens.")
     return found
 
 

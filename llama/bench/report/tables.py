@@ -18,7 +18,7 @@ from llama.bench.report.columns import (
     view,
     written,
 )
-from llama.bench.report.derived import crossovers, fits, growth, saved, step_pairs
+from llama.bench.report.derived import crossovers, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.report.tasks import task_table
 from llama.bench.schema import Report, Row, cell_of, measured_rows, rows_of
@@ -34,7 +34,7 @@ CELL_COLUMNS = (
 GUESS_COLUMNS = ("proposed", "accepted")
 SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_bytes", "bound_on", "bound_off", "n")
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
-FIT_COLUMNS = ("kv_caching", "exponent", "n")
+GROWTH_COLUMNS = ("batch_size", "generated", "on_s", "off_s", "times_faster", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
 KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
 PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")
@@ -182,19 +182,11 @@ def validity_table(report: Report) -> Table:
 
 
 def step_tables(report: Report) -> list[Table]:
-    """Return the times of steps, and how they grow in a sweep, or from which context of a table the cache pays."""
-    timed = step_pairs(report)
-    if report["preset"] == "sweep":
-        growing = ("generated", "on_s", "off_s", "times_faster", "n")
-        names = (*STEP_COLUMNS, "cache_bytes", "predicted_cache_bytes")
-        return [
-            view("Speed-up against generation length", growing, growth(report)),
-            view("Time of a step, and bytes of the KV cache", names, timed),
-            view("How the time of a step grows with the context", FIT_COLUMNS, fits(report)),
-        ]
-    found = crossovers(report)
+    """Return how the speed-up of a table grows, from which context the cache pays, and the times of steps."""
+    timed, found = step_pairs(report), crossovers(report)
     path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
     return [
+        view("Speed-up against generation length", GROWTH_COLUMNS, growth(report)),
         view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
         view("Time of a step", STEP_COLUMNS, timed if found else []),
     ]

@@ -21,7 +21,7 @@ from llama.bench.report.contents import (
     report_sections,
     title,
 )
-from llama.bench.report.derived import fits, growth
+from llama.bench.report.derived import growth
 from llama.bench.report.merged import merged_tables
 from llama.bench.report.sentences import headline
 from llama.bench.report.tables import CELL_COLUMNS, GUESS_COLUMNS, on_or_off, repetitions, result_tables
@@ -107,7 +107,7 @@ def _safe(text: str) -> str:
 
 
 def report_csv(report: Report) -> str:
-    """Return the rows as CSV, with what their cell asked for, then growth and fits.
+    """Return the rows as CSV, with what their cell asked for, then the growth.
 
     Repeated columns are written as median, p10, p90, p99 and n. A missing measurement is an empty field.
     """
@@ -118,7 +118,7 @@ def report_csv(report: Report) -> str:
         view = views[row["cell"]]
         violated = sum(check["status"] == "violated" for check in view.checks)
         rows.append({"figures": "", **whole, **_flat(view.cell.as_json()), "violated_checks": violated, **_flat(row)})
-    rows += [{**whole, **_flat(row)} for row in (*growth(report), *fits(report))]
+    rows += [{**whole, **_flat(row)} for row in growth(report)]
     out = io.StringIO()
     writer = csv.DictWriter(
         out, list(dict.fromkeys(name for row in rows for name in row)), restval="", lineterminator="\n"

@@ -85,16 +85,6 @@ def context_lengths(longest: int) -> list[int]:
 # ---- caches of a given length ----------------------------------------------------------------------------------------
 
 
-def cache_sizes(model: Transformer, lengths: Sequence[int], ids: Sequence[int]) -> list[Row]:
-    """Return a row with the bytes of a cache of each length, and the prediction; for `ids` see `filled_cache`."""
-    rows: list[Row] = []
-    for length in lengths:
-        cache = filled_cache(model, length, ids, reserved=length)
-        row: Row = {"figures": "step", "batch_size": 1, "context": length, "kv_caching": True}
-        rows.append({**row, **bytes_of(model, cache, length, length)})
-    return rows
-
-
 def bytes_of(model: Transformer, cache: Cache, prompt: int, length: int, *, reserved: int | None = None) -> Row:
     """Return the bytes of a cache of one row that was fed a prompt and then single tokens up to `length`.
 

@@ -24,14 +24,14 @@ from llama.bench.run.engines import LlamaEngine
 from llama.bench.run.measure import make_prompts, measure, measure_peak
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
-from llama.bench.run.step_times import cache_sizes, step_times
+from llama.bench.run.step_times import step_times
 from llama.bench.run.tasks import cache_task
 from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.model import Transformer
-from llama.streaming import TextCodec, encode_prompt
+from llama.streaming import TextCodec
 from llama.watch.page import page
 from llama.watch.record import record
 
@@ -93,12 +93,6 @@ def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
     for kv_caching in (True, False):
         rows += step_times(model, cell.batch_size, contexts, kv_caching=kv_caching, logits=cell.logits)
     return {"rows": rows}
-
-
-def size_caches(cell: Cell, *, lengths: list[int]) -> dict[str, Any]:
-    """Fill caches of these lengths and count their bytes."""
-    source = find_model(cell)
-    return {"rows": cache_sizes(source.build(), lengths, encode_prompt(source.tokenizer, read_corpus()))}
 
 
 def agreement(cell: Cell) -> dict[str, Any]:
@@ -168,7 +162,6 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "cell": run_cell,
     "calibrate": calibrate,
     "steps": time_steps,
-    "sizes": size_caches,
     "cache_costs": cache_costs,
     "cache_quality": cache_quality,
     "cache_task": cache_task,

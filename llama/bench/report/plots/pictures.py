@@ -1,7 +1,7 @@
 """The pictures of all presets. A function that draws one returns None if the report has no figures for it."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -132,7 +132,7 @@ def draw_speedup(report: Report) -> Figure | None:
         return None
     words = [f"{faster(row['times_faster'])} at {row['generated']}" for row in (rows[0], rows[-1])]
     head = f"With the cache {' and '.join(words)} generated tokens"
-    below = f"{_job(report)}; {canvas.counted(row['on_s'] for row in rows)}"
+    below = f"{_job(report)}, batch {rows[0]['batch_size']}; {canvas.counted(row['on_s'] for row in rows)}"
     figure, (left, right) = canvas.new_figure(head, below, heights=[3.6, canvas.row_height(len(rows))], times=(0, 1))
     lengths = [row["generated"] for row in rows]
     canvas.draw_modes(left, lengths, [{"on": row["on_s"], "off": row["off_s"]} for row in rows])
@@ -146,20 +146,19 @@ def draw_speedup(report: Report) -> Figure | None:
 
 
 def draw_steps(report: Report) -> Figure | None:
-    """Draw the time of a step in both modes by context, a panel for each batch size; of a sweep also by batch size."""
+    """Draw the time of a step in both modes by context, a panel for each batch size."""
     panels = step_groups(report)
     if not panels:
         return None
-    timed = [row[mode] for _, _, rows in panels for row in rows for mode in canvas.MODES if row.get(mode)]
+    timed = [row[mode] for rows in panels for row in rows for mode in canvas.MODES if row.get(mode)]
     below = f"{_job(report)}; {canvas.counted(timed)}"
     heights, places = [3.6] * len(panels), range(len(panels))
-    words = crossover_words(report) or growth_words(panels[0])
-    figure, axes = canvas.new_figure(words, below, heights=heights, times=places, sharey=True)
-    for ax, (title, column, rows) in zip(axes, panels, strict=True):
-        values = [row[column] for row in rows]
-        canvas.draw_modes(ax, values, rows, scale=1e3)
-        canvas.log_x(ax, f"{column.replace('_', ' ')}{', tokens' * (column == 'context')}", values, factor=4.0)
-        ax.set_title(title)
+    figure, axes = canvas.new_figure(crossover_words(report), below, heights=heights, times=places, sharey=True)
+    for ax, rows in zip(axes, panels, strict=True):
+        contexts = [row["context"] for row in rows]
+        canvas.draw_modes(ax, contexts, rows, scale=1e3)
+        canvas.log_x(ax, "context, tokens", contexts, factor=4.0)
+        ax.set_title(f"batch {rows[0]['batch_size']}")
     for ax, one in zip(axes, crossovers(report), strict=False):
         if one["context"]:
             ax.axvline(one["context"], color=palette.INK.light, lw=1.2, ls=canvas.DASHES)
@@ -168,16 +167,6 @@ def draw_steps(report: Report) -> Figure | None:
     canvas.log_y(axes, "time of a step, ms")
     canvas.mode_legend(figure)
     return figure
-
-
-def growth_words(panel: tuple[str, str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return how much longer the last step of a panel takes than its first."""
-    _, column, rows = panel
-    first, last = rows[0], rows[-1]
-    said = [f"{last[mode]['median'] / first[mode]['median']:.3g} times {words}"
-            for mode, words in canvas.MODES.items() if first.get(mode) and last.get(mode)]  # fmt: skip
-    name = column.replace("_", " ")
-    return f"From {name} {first[column]} to {last[column]:,} the time of a step grows {', '.join(said)}"
 
 
 def draw_kinds(report: Report) -> Figure | None:
