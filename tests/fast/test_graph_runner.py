@@ -13,9 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from fakes import Bytes, Ids
 from generations import GREEDY, WAYS, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_threads
 from tiny import tiny_args, tiny_model
 from torch import Tensor
 
@@ -1007,10 +1007,7 @@ def test_models_in_several_threads_record_one_at_a_time(cuda: FakeCuda) -> None:
         time.sleep(0.005)
         under_way.pop()
 
-    threads = [Thread(target=Recorder(torch.device("cuda:0")), args=(step,)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    recorders = [partial(Recorder(torch.device("cuda:0")), step) for _ in range(4)]
+    assert not any(isinstance(made, Exception) for made in in_threads(*recorders))
     assert len(most) == 4 * 3
     assert max(most) == 1

@@ -4,12 +4,13 @@ import gc
 import json
 import os
 import sys
-import threading
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
 from tables import table
+from threads import in_threads
 
 from llama.untrusted import template_child
 from llama.untrusted.template import MOST_TEMPLATE, DialogRefused, Renderer, TemplateFailed
@@ -215,18 +216,12 @@ def test_a_process_that_was_ended_is_started_again() -> None:
 
 
 def test_threads_get_their_own_texts() -> None:
-    renderer, texts = Renderer("{{ x }}"), dict[str, str]()
+    renderer = Renderer("{{ x }}")
 
-    def ask(word: str) -> None:
-        for _ in range(20):
-            ((texts[word],),) = renderer.render([{"x": word}])
+    def asked(word: str) -> list[Any]:
+        return [renderer.render([{"x": word}]) for _ in range(20)]
 
-    threads = [threading.Thread(target=ask, args=(word,)) for word in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == {word: word for word in "abcd"}
+    assert in_threads(*(partial(asked, word) for word in "abcd")) == [[[[word]]] * 20 for word in "abcd"]
 
 
 def test_an_interruption_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
