@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fakes import NATIVE_SIZES, write_checkpoint
+from fakes import write_checkpoint
 from jobs_here import CEILINGS, Here, jobs_here, run_of
-from native import needs_a_compiler
 
 from llama import load
 from llama.bench import plan as plan_module
@@ -345,15 +344,3 @@ def test_a_needle_is_not_judged_if_the_kind_has_dropped_nothing_of_its_text(base
     for budget, dropped in ((100, True), (140, False)):
         (needle,) = (row for row in judged(base.but(kv_cache=f"h2o:{budget}"), 1) if row["figures"] == "task")
         assert needle["judged"] == dropped, budget
-
-
-@needs_a_compiler
-@pytest.mark.usefixtures("here")
-def test_the_fast_path_is_named_where_it_ran(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "native", max_seq_len=160, **NATIVE_SIZES)
-    cell = Cell(input_len=64, output_len=1, model=str(folder), threads=1, fast=True)
-    for kind, path in (("static", "native"), ("concat", "plain")):
-        own, row, *_ = judged(cell.but(kv_cache=kind))
-        assert own["path"] == row["path"] == path
-        assert row["mean_kl"] < 1e-6
-        assert worker.JOBS["cache_costs"](cell.but(kv_cache=kind), contexts=[32])["rows"][0]["path"] == path

@@ -11,6 +11,7 @@ import torch
 from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from jobs_here import CEILINGS
 from native import needs_a_compiler
+from test_caches import judged, on_little_text
 from tiny import tiny_args, tiny_model
 
 from llama import costs
@@ -222,6 +223,19 @@ def test_a_cache_without_native_code_runs_on_the_plain_path(native_sized: str) -
     assert rows[0]["path"] == "plain, int8 weights"
     assert [row["name"] for row in violated(rows)] == ["fast step"]
     assert any("kv_cache='concat' has no fast step" in note for note in rows[0]["notes"])
+
+
+@needs_a_compiler
+def test_the_path_is_named_on_which_a_kind_of_cache_was_judged(
+    native_sized: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_little_text(monkeypatch)
+    cell = Cell(input_len=64, output_len=1, model=native_sized, threads=1, fast=True)
+    for kind, path in (("static", "native"), ("concat", "plain")):
+        own, row, *_ = judged(cell.but(kv_cache=kind))
+        assert own["path"] == row["path"] == path
+        assert row["mean_kl"] < 1e-6
+        assert worker.JOBS["cache_costs"](cell.but(kv_cache=kind), contexts=[32])["rows"][0]["path"] == path
 
 
 def test_steps_that_run_ahead_of_the_loop_are_seen_too() -> None:
