@@ -5,13 +5,10 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -35,6 +32,7 @@ from llama.costs import parameters
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 5  # of a job that is to lose a rank
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -106,15 +104,20 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_two_ranks_have_the_logits_and_texts_of_one_process(folder: Path) -> None:
-    """Forked from this process, which has imported what ranks need, instead of started by torchrun."""
+def forks(target: Callable[..., None], folder: Path, *words: object) -> list[multiprocessing.Process]:
+    """Fork two ranks from this process, which has imported what they need, instead of starting them by torchrun."""
     import_module("fairscale.nn.model_parallel")
     context, port = multiprocessing.get_context("fork"), free_port()
-    ranks = [context.Process(target=ranks_child.run_fork, args=(folder, rank, 2, port)) for rank in range(2)]
+    ranks = [context.Process(target=target, args=(folder, rank, port, *words)) for rank in range(2)]
     for rank in ranks:
         rank.start()
+    return ranks  # type: ignore[return-value]
+
+
+@needs_fork
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_ranks_have_the_logits_and_texts_of_one_process(folder: Path) -> None:
+    ranks = forks(ranks_child.run_fork, folder)
     for rank in ranks:
         rank.join(150)
     codes = [rank.exitcode for rank in ranks]  # None for a rank that has not ended
@@ -133,43 +136,39 @@ def test_a_torchrun_of_several_ranks_is_one_model(size: int, cases: list[str], f
     assert failures(formats, size, cases) == []
 
 
-LOST = "RankLost: another rank has ended or does not answer; if it was only slow, give a longer --timeout: "
 FAULTS = {
     "killed": r"rank\s+: 1 \(local_rank: 1\)\s+exitcode  : -9",
     "raising": "RuntimeError: rank 1 met something unforeseen",
-    "stopped": rf"{LOST}.*Timed out waiting {TIMEOUT_S}000ms",
     "absent": rf"RankLost: a rank has not come so far.*: wait timeout after {TIMEOUT_S}000ms, keys: .*/rank 1",
-    "ending": rf"{LOST}.*Connection (closed|reset) by peer",
 }
-
-
-def lose(folder: Path, fault: str) -> tuple[int, str]:
-    """Return the exit code and output of a job whose rank 1 has a fault.
-
-    A stopped rank is killed when rank 0 has noticed it: torchrun would do so 30 s later.
-    """
-    job = torchrun(2, ROOT / "tests" / "support" / "ranks_child.py", folder, fault, TIMEOUT_S)
-    if fault == "stopped":
-        limit = time.time() + 60
-        while not (folder / "stopped.noticed").exists() and time.time() < limit:
-            time.sleep(0.05)
-        os.kill(int((folder / "stopped.at").read_text()), signal.SIGKILL)
-    return ended(job)
-
-
-@pytest.fixture(scope="module")
-def lost(folder: Path) -> dict[str, tuple[int, str]]:
-    """The exit code and output of each fault's job, three at a time: they mostly wait."""
-    with ThreadPoolExecutor(3) as pool:
-        return dict(zip(FAULTS, pool.map(lambda fault: lose(folder, fault), FAULTS), strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_job_that_loses_a_rank_ends_and_says_why(lost: dict[str, tuple[int, str]], fault: str) -> None:
-    code, printed = lost[fault]
+def test_a_job_that_loses_a_rank_ends_and_says_why(fault: str, folder: Path) -> None:
+    code, printed = ended(torchrun(2, ROOT / "tests" / "support" / "ranks_child.py", folder, fault, TIMEOUT_S))
     assert code == 1, printed
     assert re.search(FAULTS[fault], printed), printed
+
+
+LOST = "RankLost: another rank has ended or does not answer; if it was only slow, give a longer --timeout: "
+NOTICED = {
+    "stopped": rf"{LOST}.*Timed out waiting {TIMEOUT_S}000ms",
+    "ending": rf"{LOST}.*Connection (closed|reset) by peer",
+}
+
+
+@needs_fork
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_rank_raises_if_another_one_does_not_answer(folder: Path) -> None:
+    jobs = {fault: forks(ranks_child.lose_fork, folder, fault, TIMEOUT_S) for fault in NOTICED}
+    for fault, (first, second) in jobs.items():
+        first.join(60)
+        second.kill()
+        said = (folder / f"{fault}.0.txt").read_text("utf-8")
+        assert first.exitcode == 1, said
+        assert re.search(NOTICED[fault], said), said
 
 
 LOSES_ITS_MASTER = """

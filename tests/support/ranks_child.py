@@ -29,7 +29,7 @@ from llama.checkpoint.export import save_huggingface
 from llama.costs import cache_bytes, parameters
 from llama.model import Transformer
 from llama.ranks import ALONE, Ranks
-from llama.ranks.torchrun import RankLost, join, world_rank
+from llama.ranks.torchrun import join, world_rank
 
 FORMATS = ("meta-1", "meta-2", "huggingface", "qwen2", "qwen3", "weights.gguf", "weights-q8.gguf")
 PROMPTS = [[1, 2, 3], [4] * 11, [5, 6] * 4]
@@ -250,27 +250,19 @@ def ending() -> None:
 FAULTS = {fault.__name__: fault for fault in (killed, raising, stopped, absent, ending)}
 
 
-def meet(fault: str, folder: Path) -> None:
-    """Say which process meets the fault; then meet it."""
-    (folder / f"{fault}.at").write_text(f"{os.getpid()}")
-    FAULTS[fault]()
-
-
-def lose_rank_1(job: Job, fault: str) -> None:
-    """Write a text without end; rank 1 meets its fault some steps into it. Rank 0 leaves a file when it has noticed."""
-    steps = 0
+def lose_rank_1(folder: Path, fault: str, timeout: float) -> None:
+    """Write a text without end; rank 1 meets its fault some steps into it, or before it joins."""
+    if fault == "absent" and world_rank() == 1:
+        absent()
+    job, steps = Job(folder, join(torch.device("cpu"), timeout=timeout)), 0
 
     def on_step(_: object) -> None:
         nonlocal steps
         steps += 1
         if steps == 4 and job.ranks.rank == 1:
-            meet(fault, job.folder)
+            FAULTS[fault]()
 
-    try:
-        job.model("meta-1", torch.float32).generate_tokens([[1, 2, 3]], 100, on_step=on_step, temperature=0)
-    except RankLost:
-        (job.folder / f"{fault}.noticed").touch()
-        raise
+    job.model("meta-1", torch.float32).generate_tokens([[1, 2, 3]], 100, on_step=on_step, temperature=0)
     raise AssertionError("the text came to its end")
 
 
@@ -285,10 +277,25 @@ def run_cases(job: Job, names: Sequence[str]) -> None:
     (job.folder / f"outcomes.{job.ranks.rank}.json").write_text(json.dumps(outcomes), encoding="utf-8")
 
 
-def run_fork(folder: Path, rank: int, size: int, port: str) -> None:
-    """Run FEW as one of `size` ranks, in a fork of a process that has no ranks."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+def take_place(rank: int, port: str) -> None:
+    """Make a fork of a process that has no ranks one of two."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "localhost", **{name: str(value) for name, value in place.items()}})
+
+
+def lose_fork(folder: Path, rank: int, port: str, fault: str, timeout: float) -> None:
+    """Be one of two ranks that lose rank 1; write the error into a file."""
+    take_place(rank, port)
+    try:
+        lose_rank_1(folder, fault, timeout)
+    except Exception:
+        (folder / f"{fault}.{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        os._exit(1)
+
+
+def run_fork(folder: Path, rank: int, port: str) -> None:
+    """Run FEW as one of two ranks."""
+    take_place(rank, port)
     job = Job(folder, join(torch.device("cpu"), timeout=60.0))
     run_cases(job, FEW)
     job.ranks.gather(torch.zeros(1))  # rank 0 serves the store, so it ends with the last one
@@ -296,13 +303,10 @@ def run_fork(folder: Path, rank: int, size: int, port: str) -> None:
 
 def main() -> None:
     folder, fault, timeout, *names = Path(sys.argv[1]), *sys.argv[2:]
-    if fault == "absent" and world_rank() == 1:
-        meet("absent", folder)
-    job = Job(folder, join(torch.device("cpu"), timeout=float(timeout)))
     if fault:
-        lose_rank_1(job, fault)
+        lose_rank_1(folder, fault, float(timeout))
     else:
-        run_cases(job, names)
+        run_cases(Job(folder, join(torch.device("cpu"), timeout=float(timeout))), names)
 
 
 def as_in_a_process_of_its_own() -> None:
