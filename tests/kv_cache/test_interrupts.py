@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from interrupts import Sessions, Texts, failing_at
+from tables import cases
 from tiny import some_tokens, tiny_model
 
 KINDS = ["static", "paged", "int8", "window:20+3", "h2o:20", "static@0;int4"]
@@ -25,32 +26,7 @@ OTHERS = [
 ]
 OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
 OTHERS += ["chunkkv", "criticalkv", "finch", "cur", "compactor"]  # as these
-EVERY = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
-
-
-@torch.inference_mode()
-def interrupt_caches(kind: str, count: int) -> None:
-    model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32)
-    texts, dice = Texts(model, kind), random.Random(kind)
-    for _ in range(count):
-        texts.interrupt(dice)
-
-
-def interrupt_sessions(kind: str, count: int) -> None:
-    model = tiny_model(vocab_size=258, head_dim=32, max_seq_len=160).requires_grad_(False)
-    sessions, dice = Sessions(model, kind), random.Random(kind)
-    for _ in range(count):
-        sessions.interrupt(dice)
-
-
-@pytest.mark.parametrize("kind", ["static", "paged", "int8"])
-def test_after_an_interrupt_a_cache_is_right_or_refuses(kind: str) -> None:
-    interrupt_caches(kind, 4)
-
-
-@pytest.mark.parametrize("kind", ["static", "paged", "int8"])
-def test_after_an_interrupt_a_session_goes_on(kind: str) -> None:
-    interrupt_sessions(kind, 4)
+EVERY = cases([*KINDS, *OTHERS], *KINDS)
 
 
 @pytest.fixture
@@ -59,16 +35,21 @@ def count(request: pytest.FixtureRequest) -> int:
     return (10_000 if request.config.getoption("--long") else 400) // 2 // len(EVERY) + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", cases([*KINDS, *OTHERS], "paged", "int8"))
 def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) -> None:
-    interrupt_caches(kind, count)
+    model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32)
+    texts, dice = Texts(model, kind), random.Random(kind)
+    for _ in range(count):
+        texts.interrupt(dice)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+@pytest.mark.parametrize("kind", cases([*KINDS, *OTHERS], "paged", "int8"))
 def test_after_any_interrupt_a_session_goes_on(kind: str, count: int) -> None:
-    interrupt_sessions(kind, count)
+    model = tiny_model(vocab_size=258, head_dim=32, max_seq_len=160).requires_grad_(False)
+    sessions, dice = Sessions(model, kind), random.Random(kind)
+    for _ in range(count):
+        sessions.interrupt(dice)
 
 
 @pytest.mark.parametrize("kind", EVERY)

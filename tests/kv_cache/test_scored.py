@@ -383,15 +383,6 @@ def test_a_head_may_keep_no_key() -> None:
     assert [len(head) for head in kept(restored)[0]] == [20, 0]
 
 
-def test_rows_that_leave_or_are_repeated_take_what_they_keep_along() -> None:
-    _, _, cache = prompted("newest:0.25", 100, 60, 80)
-    before = kept(cache.layers[0])
-    cache.select_rows([2, 0])
-    assert kept(cache.layers[0]) == [before[2], before[0]]
-    cache.repeat_first_row(3)
-    assert kept(cache.layers[0]) == [before[2]] * 3
-
-
 def test_a_row_that_begins_again_leaves_the_other_as_it_is() -> None:
     model, tokens, cache = prompted("knorm:20", 100, 60)
     before = kept(cache.layers[0])[1]
