@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from native import cpu_flags, needs_a_compiler
+from once import once
 
 from llama.fast import native_call
 from llama.fast.native_build import FLAGS
@@ -55,9 +56,17 @@ def built(folder: Path, *flags: str, compiler: Sequence[str] = ("c++",)) -> Path
 
 def run(*command: str | Path) -> Printed:
     """Run the program and read what it printed."""
+    return read(output_of(*command))
+
+
+def output_of(*command: str | Path) -> str:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.stdout[-500:], done.stderr[-3000:])
-    (_, lanes, instructions), *others = (line.split("\t") for line in done.stdout.splitlines())
+    return done.stdout
+
+
+def read(output: str) -> Printed:
+    (_, lanes, instructions), *others = (line.split("\t") for line in output.splitlines())
     lines = {name: Line(digest, kind == "exact", tuple(map(float, numbers))) for kind, name, digest, *numbers in others}
     assert len(lines) == len(others), "two kernels have one name"
     return Printed(int(lanes), instructions, lines)
@@ -68,7 +77,7 @@ def with_avx2(every_build: None, tmp_path_factory: pytest.TempPathFactory) -> Pr
     """Return what all builds are compared with."""
     if "avx2" not in cpu_flags():
         pytest.skip("this CPU does not run AVX2")
-    return run(built(tmp_path_factory.mktemp("avx2"), *AVX2))
+    return read(once(tmp_path_factory, "avx2", lambda folder: output_of(built(folder, *AVX2))))
 
 
 def check_same(found: Printed, expected: Printed) -> None:
@@ -167,18 +176,18 @@ MORE_THAN_NEON = {
 }
 
 
-def emulated(folder: Path, compiler: Sequence[str], *flags: str) -> Printed:
-    """Build the program for ARM and run it under emulation; skip the test if a program for that is missing."""
+def emulated(folder: Path, compiler: Sequence[str], *flags: str) -> str:
+    """Return what the program prints, built for ARM and emulated; skip the test if a tool for that is missing."""
     for needed in (GCC[0], compiler[0], "qemu-aarch64"):  # clang uses the libraries of GCC
         if shutil.which(needed) is None:
             pytest.skip(f"there is no {needed}, so no code for ARM is built and run")
     program = built(folder, *flags, compiler=compiler)
-    return run("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max", program)
+    return output_of("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max", program)
 
 
 @pytest.fixture(scope="module")
 def with_neon(every_build: None, tmp_path_factory: pytest.TempPathFactory) -> Printed:
-    return emulated(tmp_path_factory.mktemp("neon"), GCC, *NEON)
+    return read(once(tmp_path_factory, "neon", lambda folder: emulated(folder, GCC, *NEON)))
 
 
 def test_arm_computes_the_numbers_of_avx2(with_neon: Printed, with_avx2: Printed) -> None:
@@ -191,11 +200,11 @@ def test_arm_computes_the_numbers_of_avx2(with_neon: Printed, with_avx2: Printed
 def test_arm_computes_the_same_numbers_with_all_its_instructions(
     instructions: str, tmp_path: Path, with_neon: Printed
 ) -> None:
-    found = emulated(tmp_path, GCC, *MORE_THAN_NEON[instructions])
+    found = read(emulated(tmp_path, GCC, *MORE_THAN_NEON[instructions]))
     assert found.instructions == instructions
     check_same(found, with_neon)
 
 
 def test_clang_without_openmp_computes_the_same_numbers_on_arm(tmp_path: Path, with_neon: Printed) -> None:
     """Build as on macOS, which has no OpenMP, for the oldest CPU there."""
-    check_same(emulated(tmp_path, CLANG, "-mcpu=apple-m1", "-fno-openmp", "-O1"), with_neon)
+    check_same(read(emulated(tmp_path, CLANG, "-mcpu=apple-m1", "-fno-openmp", "-O1")), with_neon)
