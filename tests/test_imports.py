@@ -152,6 +152,7 @@ MAY_IMPORT = {
     ),
     "scripts/make_animation.py": ("cli host.files", "selenium PIL"),
     "scripts/mutate.py": ("", "historic_bugs"),
+    "scripts/record_mistakes.py": ("api", "course planted torch"),
     "scripts/engines/": (
         "args bench checkpoint host model streaming untrusted",
         "torch tokenizers openvino_genai onnxruntime_genai vllm",
