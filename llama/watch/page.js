@@ -154,6 +154,61 @@
       `${many} Without the cache: ${before} positions are computed again, ${moment.fed[1][1] - before} for the first time.`);
   }
 
+  // ---- who attends to whom --------------------------------------------------------------------------------------
+
+  const triangle = (rows) => (rows * (rows + 1)) / 2;
+
+  // `stateOf`: of a row, which is a position; `keysOf`: the ranges of the keys that it reads.
+  function drawTriangle(canvas, stateOf, keysOf) {
+    const [pen, width] = surface(canvas, canvas.clientWidth);
+    const cell = width / total;
+    const gap = cell > 3 ? 1 : 0;
+    const paint = { written: colour("written"), recomputed: hatched(pen), kept: colour("cache"), "": colour("grid") };
+    const fill = (state, row, [first, end]) => {
+      pen.globalAlpha = state === "kept" ? 0.4 : 1;
+      pen.fillStyle = paint[state];
+      const wide = gap ? 1 : end - first;
+      for (let key = first; key < end; key += wide) {
+        pen.fillRect(key * cell, row * cell, wide * cell - gap, cell - gap);
+      }
+    };
+    for (let row = 0; row < total; row++) {
+      const state = stateOf(row);
+      fill("", row, [0, row + 1]);
+      if (state === "rejected") {
+        pen.strokeStyle = paint.written;
+        pen.strokeRect(0.5, row * cell + 0.5, (row + 1) * cell - gap - 1, cell - gap - 1);
+      } else if (state) {
+        keysOf(row).forEach((range) => fill(state, row, range));
+      }
+    }
+  }
+
+  function showTriangles(moment) {
+    const [start, fed] = moment.fed[0];
+    const end = start + fed;
+    const before = fedBefore();
+    const rejected = moment.rejected.length;
+    const stateOf = (row) => (row < start ? "kept" : row < end ? "written" : row < end + rejected ? "rejected" : "");
+    drawTriangle($("pairs-on"), stateOf, (row) => data.rows[row]);
+    drawTriangle($("pairs-off"), (row) => stateOff(moment, row, before), (row) => [[0, row + 1]]);
+    const on = count(data.rows.slice(start, end).flat()) + triangle(end + rejected) - triangle(end);
+    let off = 0; // a guess saves several steps
+    for (let rows = before ? before + 1 : end; rows <= end; rows++) off += triangle(rows);
+    const again = off - (triangle(end) - triangle(before));
+    const many = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
+    const kept = start ? ` Computed earlier: ${many(start, "pale row")}.` : "";
+    const words = {
+      on: `computes ${many(fed + rejected, "row")}: ${many(on, "pair")}.${kept}`,
+      off: `computes ${many(end, "row")}: ${many(off, "pair")}, ${again.toLocaleString("en")} of them again.`,
+    };
+    for (const side of ["on", "off"]) {
+      $(`pairs-words-${side}`).textContent = `Step ${step} ${words[side]}`;
+      $(`pairs-${side}`).setAttribute("aria-label",
+        `Triangle of queries and keys. ${side === "on" ? "With" : "Without"} the cache, step ${step} ${words[side]}`);
+    }
+  }
+
   // ---- the parts of the page -----------------------------------------------------------------------------------
 
   function showText(target, texts, end, stateOf) {
@@ -209,6 +264,7 @@
       line.append(summary, formula);
       return line;
     });
+    made.splice(4, 0, element("p", "meaning")); // below the two lines with bytes
     $("counters").replaceChildren(...made);
   }
 
@@ -223,8 +279,8 @@
         shown.querySelector("i").style.width = `${(100 * figure) / (data.most[place] || 1)}%`;
         line.querySelector(`.formula .${side} span`).textContent = formula;
       });
-      line.title = `With: ${moment.counters[0][place][3]}\nWithout: ${moment.counters[1][place][3]}`;
     });
+    document.querySelector(".meaning").textContent = moment.bytes;
   }
 
   function bars(target, rows) {
@@ -299,6 +355,107 @@
       [`${position} ${data.texts[0][position] || "·"}`, weight, percent(weight), false]));
   }
 
+  // ---- questions and mistakes -----------------------------------------------------------------------------------
+
+  function picks(name, texts) {
+    return texts.map((text, place) => {
+      const label = element("label", "pick");
+      const input = element("input");
+      Object.assign(input, { type: "radio", name, value: place });
+      label.append(input, element("span", "", text));
+      return label;
+    });
+  }
+
+  function makeQuestions() {
+    $("predict").hidden = !data.questions.length;
+    const parts = [["li"], ["fieldset"], ["div", "choices"], ["button", "", "Show the answer"], ["p", "why"]];
+    $("questions").replaceChildren(...data.questions.map((question, place) => {
+      const [line, field, choices, button, why] = parts.map((part) => element(...part));
+      Object.assign(button, { type: "button", disabled: true });
+      why.setAttribute("role", "status");
+      choices.append(...picks(`question-${place}`, question.choices));
+      field.append(element("legend", "", `${place + 1}. ${question.words}`), choices);
+      field.addEventListener("change", () => { button.disabled = false; });
+      button.addEventListener("click", () => {
+        const right = Number(field.querySelector(":checked").value) === question.answer;
+        const words = `${right ? "✓ Yes" : "✗ No"}: ${question.choices[question.answer]}.`;
+        why.replaceChildren(element("b", "", words), ` ${question.why}`);
+      });
+      line.append(field, button, why);
+      return line;
+    }));
+  }
+
+  const { made, calls, runs } = data.broken;
+  const given = calls[calls.length - 1]; // tokens of the prompt of the runs with mistakes
+  let mistake = 0;
+
+  // A bar for each position: the KL divergence, on a logarithmic scale from 0.001 to 10 or more.
+  function drawSymptom(canvas, run, height, left) {
+    const [pen, width] = surface(canvas, height);
+    const bottom = height - 5;
+    const cell = (width - left) / run.kl.length;
+    const tall = (kl) => (bottom - 6) * Math.min(1, Math.max(0, (Math.log10(kl) + 3) / 4));
+    pen.font = "11px system-ui, sans-serif";
+    pen.textBaseline = "middle";
+    for (const line of left ? [0.001, 0.01, 0.1, 1, 10] : [0.001]) {
+      pen.fillStyle = colour("grid");
+      pen.fillRect(left, Math.round(bottom - tall(line)), width - left, 1);
+      pen.fillStyle = colour("muted");
+      if (left) pen.fillText(line, 0, bottom - tall(line));
+    }
+    run.kl.forEach((kl, position) => {
+      const wrong = run.wrong[position] === "1";
+      const high = Math.max(tall(kl), wrong ? 2 : 0);
+      pen.fillStyle = colour(wrong ? "alarm" : "muted");
+      pen.fillRect(left + position * cell, bottom - high, wrong ? Math.max(cell - 1.5, 1) : 0.4 * cell, high);
+    });
+    pen.fillStyle = colour("muted");
+    [0, ...calls].slice(0, -1).forEach((first, call) => { // a line under each call of the prompt
+      pen.fillRect(left + first * cell, bottom + 2, (calls[call] - first) * cell - 2, 2);
+    });
+  }
+
+  function mistakeWords(run) {
+    const most = run.kl.length - given + 1; // new tokens
+    const first = run.wrong.indexOf("1", given - 1) - given + 2;
+    const wrong = run.wrong.slice(given - 1).split("1").length - 1;
+    if (first < 1) return `${run.title}. All ${most} new tokens are right. KL is at most ${Math.max(...run.kl)}: rounding.`;
+    const late = first > 1 ? `The first ${first - 1} new tokens are right: a shorter test would not see the mistake. ` : "";
+    return `${run.title}. ${late}New token ${first} is wrong. If the right text is fed all the same, ${wrong} of ${most} ` +
+      `next tokens are wrong (${percent(wrong / most)}).`;
+  }
+
+  function makeMistakes() {
+    $("made").textContent = `Recorded with ${made.model}, ${made.dtype}, not with the run above: ${made.command}, ` +
+      `commit ${made.commit}. The prompt is fed in ${calls.length} calls, then one token a call.`;
+    const labels = picks("mistake", runs.map((run) => run.title));
+    labels.forEach((label, place) => {
+      const spark = element("canvas");
+      spark.setAttribute("aria-hidden", "true");
+      label.append(spark);
+      label.addEventListener("change", () => showMistake(place));
+    });
+    labels[0].querySelector("input").checked = true;
+    $("mistakes").append(...labels);
+    $("calls").textContent = `▬ the prompt: ${given} tokens`;
+  }
+
+  function showMistake(place = mistake) {
+    mistake = place;
+    const run = runs[mistake];
+    const right = runs[0].text;
+    document.querySelectorAll("#mistakes canvas").forEach((canvas, row) => drawSymptom(canvas, runs[row], 30, 0));
+    drawSymptom($("symptom"), run, 150, 42);
+    $("symptom").setAttribute("aria-label", `KL divergence over ${run.kl.length} positions. ${mistakeWords(run)}`);
+    $("mistake-words").textContent = mistakeWords(run);
+    for (const [name, text] of [["right", right], ["broken", run.text]]) {
+      const stateOf = (token) => (token < given ? "given" : text[token] === right[token] ? "" : "wrong");
+      showText($(`text-${name}`), text, text.length, stateOf);
+    }
+  }
+
   function show(number) {
     step = Math.min(last, Math.max(1, Number.isFinite(number) ? Math.round(number) : 1));
     const moment = data.steps[step - 1];
@@ -308,6 +465,7 @@
     $("words").textContent = moment.words;
     showTexts(moment);
     drawGrids(moment);
+    showTriangles(moment);
     const held = count(seenBy(moment, 0));
     const filled = data.layout.reserved > held ? `of ${data.layout.reserved} positions filled` : "positions cached";
     tally($("tally-on"), held.toLocaleString("en"), `${filled}, ${moment.counters[0][3][0]}`);
@@ -379,7 +537,7 @@
   }
 
   const fromAddress = () => Number(new URLSearchParams(location.hash.slice(1)).get("step") || NaN);
-  const again = () => show(step);
+  const again = () => { show(step); showMistake(); };
 
   $("watch").hidden = false;
   $("slider").max = last;
@@ -390,19 +548,21 @@
   for (const axis of document.querySelectorAll(".positions")) axis.textContent = `positions 0 to ${total - 1} →`;
   legend();
   makeCounters();
+  makeQuestions();
+  makeMistakes();
   $("play").addEventListener("click", play);
   $("back").addEventListener("click", () => by(-1));
   $("next").addEventListener("click", () => by(1));
   $("slider").addEventListener("input", () => by(Number($("slider").value) - step));
-  $("layer").addEventListener("change", again);
-  $("head").addEventListener("change", again);
+  for (const chosen of ["layer", "head"]) $(chosen).addEventListener("change", () => show(step));
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", () => by(fromAddress() - step));
   window.addEventListener("resize", () => {
     reserveText();
     again();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", again);
   reserveText();
   show(fromAddress());
+  showMistake();
 })();

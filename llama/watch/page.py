@@ -1,7 +1,7 @@
 """Show a recording as one HTML page that loads no font, picture or script from outside.
 
-All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. Knows
-recordings, not models.
+All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. mistakes.json has what mistakes
+of a cache do to a text of the demo model (scripts/record_mistakes.py). Knows recordings, not models.
 """
 
 import base64
@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 from itertools import accumulate
@@ -95,16 +95,18 @@ def formulas(recording: Recording, work: StepWork, cached: int, guessed: int = 0
         return [*sums, "no cache = 0", "measured, the sum of these steps"]
     heads = (2 * args.n_heads + 2 * args.n_kv_heads) * args.head_dim
     weights = args.n_layers * args.dim * (heads + 3 * args.ffn_dim)
-    before = max(cached - work.fed + wrong, 0)
+    before = _read(work, cached, wrong)
     pairs = work.fed * before + work.fed * (work.fed + 1) // 2
     flops = (
         f"2 x {weights:,} weights of the layers x {_counted(work.fed)} + 4 x {args.n_layers} layers x {args.n_heads} "
         f"heads x {args.head_dim} numbers x {pairs:,} pairs of query and key + 2 x {args.dim} x {args.vocab_size:,} "
         f"for the logits{f' x {_counted(1 + guessed)}' if guessed else ''} = {work.flops:,}"
     )
-    held = layout.parts(before)
-    from_cache = args.n_layers * sum(map(math.prod, held))
-    terms = [f" + {args.n_layers} layers x {_counted(count, 'position')} x {nbytes:,}" for count, nbytes in held]
+    from_cache = _cache_bytes(recording, before)
+    terms = [
+        f" + {args.n_layers} layers x {_counted(count, 'position')} x {nbytes:,}"
+        for count, nbytes in layout.parts(before)
+    ]
     read = f"{work.bytes_read - from_cache:,} of weights, each once{''.join(terms)}"
     fed = f"{_counted(work.fed)} from position {work.start} on = {work.fed}"
     made = [
@@ -115,6 +117,15 @@ def formulas(recording: Recording, work: StepWork, cached: int, guessed: int = 0
         "measured, in a run without hooks",
     ]
     return [formula.replace(" x ", " \u00d7 ") for formula in made]
+
+
+def _read(work: StepWork, cached: int, wrong: int) -> int:
+    """Return the number of positions that a step reads from the cache; the arguments are those of `formulas`."""
+    return max(cached - work.fed + wrong, 0)
+
+
+def _cache_bytes(recording: Recording, positions: int) -> int:
+    return recording.args.n_layers * sum(map(math.prod, recording.layout.parts(positions)))
 
 
 def _held(recording: Recording, work: StepWork, cached: int) -> str:
@@ -130,6 +141,75 @@ def _held(recording: Recording, work: StepWork, cached: int) -> str:
     if work.bytes_held == full:
         return whole
     return f"without quantisation or eviction {whole}; measured on these caches = {work.bytes_held:,}"
+
+
+def bytes_words(recording: Recording, number: int, moment: Moment) -> str:
+    """Return what the two bars of bytes mean in a step."""
+    on, off, read = moment.on, moment.off, _read(moment.on, moment.cached, moment.wrong)
+    from_cache = _cache_bytes(recording, read)
+    weights = on.bytes_read - from_cache
+    often = "in both modes" if off.steps == 1 else f"once with the cache, {off.steps} times without it"
+    what = "The cache is empty before it, so nothing is read from there. After it"
+    if read:
+        what = f"With the cache it also reads {amount(2, from_cache)}, the keys and values of "
+        what += f"{_counted(read, 'position')}: {100 * from_cache / weights:.2g} % more bytes. For this"
+    weight, held = amount(2, weights), amount(3, on.bytes_held)
+    return f"Step {number} reads the weights, {weight}, {often}. {what}, the cache occupies {held} of memory."
+
+
+# ---- questions to predict --------------------------------------------------------------------------------------------
+
+TOKENS, BYTES = 0, 2  # counters, by which the numbers of a question are shown
+
+
+def questions(recording: Recording) -> list[dict[str, Any]]:
+    """Return questions on the last of the first nine steps that continues a text without a guess; [] if none does."""
+    steps = [number for number, one in enumerate(recording.moments[:9], 1) if one.on.start and not one.guess]
+    return list(_questions(recording, steps[-1])) if steps else []
+
+
+def _question(words: str, counter: int, answer: int, others: Sequence[int], why: str) -> dict[str, Any]:
+    """Return a question with its choices in order; they are values of a counter."""
+    choices = {amount(counter, value): value for value in (*others, answer)}  # two values may have one text
+    texts = sorted(choices, key=choices.__getitem__)
+    return {"words": words, "choices": texts, "answer": texts.index(amount(counter, answer)), "why": why}
+
+
+def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
+    args, moment, itemsize = recording.args, recording.moments[step - 1], recording.itemsize
+    end, read = moment.on.start + 1, _read(moment.on, moment.cached, 0)
+    words = f"How many tokens will step {step} feed with the cache?"
+    why = f"The cache has the keys and values of all earlier tokens. Without it, all {end} tokens are fed."
+    yield _question(words, TOKENS, 1, (recording.prompt_len, end), why)
+    if read + 1 == end and not recording.layout.group:  # this kind neither drops positions nor packs groups of them
+        words = f"How many of the {_counted(read, 'position')} in the cache will step {step} change?"
+        why = "A token never looks ahead, so what was computed for an old token does not depend on a new one. The step "
+        yield _question(words, TOKENS, 0, (1, read), f"{why}only adds a key and a value to each layer.")
+    token = args.n_layers * recording.layout.newest_bytes
+    words = (
+        f"How many bytes are the keys and values of one token? There are {args.n_layers} layers, {args.n_heads} query "
+        f"heads, and {args.n_kv_heads} KV heads of {args.head_dim} numbers. A number takes {itemsize} bytes."
+    )
+    why = (
+        f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {itemsize} bytes = "
+        f"{token:,} bytes = {amount(BYTES, token)}. The 2 stands for keys and values. Query heads store nothing."
+    ).replace(" x ", " \u00d7 ")
+    others = token // 2, token // args.n_layers, token * args.n_heads // args.n_kv_heads
+    yield _question(words, BYTES, token, others, why)
+    cached = _cache_bytes(recording, read)
+    weights = moment.on.bytes_read - cached
+    why = (
+        f"All weights, {amount(BYTES, weights)}, and {amount(BYTES, cached)} of cached keys and values. Every step "
+        "reads the weights, with the cache or without it. The cache saves arithmetic."
+    )
+    words = f"How many bytes will step {step} read with the cache?"
+    yield _question(words, BYTES, moment.on.bytes_read, (cached, weights * end, token), why)
+    pairs = end * (end + 1) // 2
+    words = f"How many pairs of query and key will step {step} compute in each head without the cache?"
+    why = (
+        f"Token {end} has {end} pairs, each token before it one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
+    )
+    yield _question(words, TOKENS, pairs, (end, end * end), f"{why}only the newest row is computed: {moment.cached:,}.")
 
 
 def _counted(count: int, what: str = "token") -> str:
@@ -178,7 +258,7 @@ def _data(recording: Recording) -> dict[str, Any]:
                 "words": sentence(number, moment),
                 "fed": [[moment.on.start, moment.on.fed - moment.wrong], [0, ends[number - 1]]],
                 "rejected": [printable(text) for text in moment.guess[moment.right :]],
-                "seen": _ranges(moment.seen),
+                "seen": _ranges(moment.seen[:1] if len(set(moment.seen)) == 1 else moment.seen),
                 "counters": [
                     _counters(
                         moment.on,
@@ -187,12 +267,16 @@ def _data(recording: Recording) -> dict[str, Any]:
                     ),
                     _counters(moment.off, sums[1][number - 1], formulas(recording, moment.off, 0)),
                 ],
+                "bytes": bytes_words(recording, number, moment),
                 "wasted": int(sums[1][number - 1][0] - ends[number - 1]),
                 "likely": [[printable(one.text), round(one.probability, 4), one.chosen] for one in moment.likely],
                 "attention": _packed(moment, layers) if number > first else None,
             }
             for number, moment in enumerate(recording.moments, 1)
         ],
+        "rows": _rows(recording),
+        "questions": questions(recording),
+        "broken": json.loads(_file("mistakes.json")),
         "most": [max(ends) for ends in zip(*(side[-1] for side in sums), strict=True)],
     }
 
@@ -211,10 +295,9 @@ def _counters(work: StepWork, so_far: Sequence[float], words: Sequence[str]) -> 
 
 
 def _ranges(seen: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Return the runs of positions of each layer as [first, end], or of one layer if all layers have the same."""
-    layers = seen[:1] if len(set(seen)) == 1 else seen
+    """Return the runs of positions of each list as [first, end]."""
     made = []
-    for positions in layers:
+    for positions in seen:
         runs: list[list[int]] = []
         for position in positions:
             if runs and runs[-1][1] == position:
@@ -222,6 +305,17 @@ def _ranges(seen: Sequence[Sequence[int]]) -> list[list[list[int]]]:
             else:
                 runs.append([position, position + 1])
         made.append(runs)
+    return made
+
+
+def _rows(recording: Recording) -> list[list[list[int]]]:
+    """Return for each position that was fed the runs of the positions that it attends to in any layer."""
+    causal = [[[0, row + 1]] for row in range(recording.prompt_len)]
+    made = [*_ranges(recording.prompt_seen)] if recording.prompt_seen else causal
+    for moment in recording.moments[1:]:
+        seen = sorted(set().union(*set(moment.seen)))
+        rows = range(moment.on.start, moment.on.start + moment.on.fed - moment.wrong)
+        made += _ranges([[position for position in seen if position <= row] for row in rows])
     return made
 
 

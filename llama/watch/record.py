@@ -126,7 +126,11 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded generation. `texts` and `texts_off` are the tokens of the text in the two modes, decoded."""
+    """A recorded generation.
+
+    texts, texts_off: the tokens of the text in the two modes, decoded.
+    prompt_seen: for each token of the prompt the positions that it attends to in any layer; empty if all up to its own.
+    """
 
     args: ModelArgs
     layout: CacheLayout
@@ -137,6 +141,7 @@ class Recording:
     texts_off: tuple[str, ...]
     moments: tuple[Moment, ...]
     notes: tuple[str, ...]
+    prompt_seen: tuple[tuple[int, ...], ...] = ()
 
 
 def record(
@@ -208,6 +213,7 @@ def record(
             for what, cached, uncached, (guess, right) in steps
         ),
         notes=tuple(notes),
+        prompt_seen=_unless_causal(calls[0][0].prompt),
     )
 
 
@@ -255,6 +261,7 @@ class _Seen:
     likely: list[tuple[int, float]] = field(default_factory=list)
     bytes_held: int = 0
     reserved: int = 0
+    prompt: Tensor | None = None  # of the first call: which positions each query sees in any layer
 
 
 @dataclass
@@ -322,6 +329,9 @@ class _Recorded(KVCache):
 
     def observe(self, attended: Attended) -> None:
         newest, width = self._recording[-1], attended.xq.shape[1]
+        if len(self._recording) == 1:
+            own, before = sees(attended.visible, attended.scoring.key_positions, width), newest[0].prompt
+            newest[0].prompt = own if before is None else own | before
         for place, step in enumerate(newest, width - len(newest)):
             step.end = attended.rows.end - width + place + 1
             query, visible = attended.xq[:1, place : place + 1], attended.visible
@@ -388,6 +398,29 @@ def look(
     stored = ((weights * LEVELS).round() + 1) * own
     levels = stored.new_zeros(len(weights), len(seen)).scatter_add(1, columns, stored).to(torch.uint8).cpu()
     return tuple(seen.tolist()), bytes(levels.flatten().tolist())
+
+
+def sees(visible: Tensor | None, positions: Tensor | None, end: int) -> Tensor:
+    """Return which of the positions 0 .. end - 1 each query of a prompt sees in any head, as bool (end, end).
+
+    `visible` and `positions` are those of a call with one row, as `KVCache.visible` and `key_positions` return them.
+    """
+    if visible is None:
+        return torch.ones(end, end, dtype=torch.bool).tril()
+    shown, kv_len = visible.reshape(-1, *visible.shape[-2:]), visible.shape[-1]  # by head, or 1 for all
+    place = torch.arange(kv_len, device=shown.device) if positions is None else positions
+    place = place.reshape(-1, kv_len).clamp(0, end - 1)  # a hidden key may have any position
+    heads = max(len(shown), len(place))
+    shown, place = (part.repeat_interleave(heads // len(part), dim=0) for part in (shown, place))
+    counts = torch.zeros(shown.shape[1], end, dtype=torch.int32, device=shown.device)
+    return counts.index_add_(1, place.flatten(), shown.int().transpose(0, 1).flatten(1)).cpu() > 0
+
+
+def _unless_causal(mask: Tensor | None) -> tuple[tuple[int, ...], ...]:
+    """Return the positions that each query sees; () if these are all positions up to its own."""
+    if mask is None or mask.equal(torch.ones_like(mask).tril()):
+        return ()
+    return tuple(tuple(row.nonzero()[:, 0].tolist()) for row in mask)
 
 
 # ---- plain values ----------------------------------------------------------------------------------------------------

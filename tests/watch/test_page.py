@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from recordings import DEMO, made_up
+from recordings import DEMO, SMALL, made_up
 
 from llama.host import palette
 from llama.untrusted.words import printable
-from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, formulas, kept_attention, page, sentence
+from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, bytes_words, formulas, kept_attention, page, sentence
 
 NASTY = "</script ></script><script>alert(1)</script><!--<b onload='x'>\"&amp;\u2028\u2029\x00\x1b\u202e\ud800\ufeff]]>"
 
@@ -156,13 +156,53 @@ def test_a_step_with_a_guess_has_its_rejected_tokens_beside_the_text_and_counts_
     first, second, *_ = made_up(["a"] * 4).moments
     guess = ("<b", "c", NASTY)
     guessed = replace(
-        second, on=replace(second.on, fed=4), off=replace(second.off, fed=11, steps=2), guess=guess, right=1
+        second,
+        on=replace(second.on, fed=4),
+        off=replace(second.off, fed=11, steps=2),
+        seen=(tuple(range(6)),) * 2,
+        guess=guess,
+        right=1,
     )
     data = data_of(page(replace(made_up(["a"] * 4), moments=(first, guessed))))
     assert [step["fed"] for step in data["steps"]] == [[[0, 4], [0, 4]], [[4, 2], [0, 6]]]
     assert [step["rejected"] for step in data["steps"]] == [[], ["c", printable(NASTY)]]
     assert data["steps"][1]["wasted"] == 4 + 11 - 6
     assert data["steps"][1]["counters"][1][0][3] == "the sum of 2 steps = 11"
+    assert data["rows"] == [[[0, row + 1]] for row in range(6)]
+    assert "once with the cache, 2 times without it" in data["steps"][1]["bytes"]
+    assert data["questions"] == []
+
+
+def test_rows_of_the_triangle_have_the_keys_that_any_layer_reads_and_none_ahead() -> None:
+    recording = made_up(["a"] * 3, steps=3)
+    first, second, third = recording.moments
+    moments = first, replace(second, seen=((0, 3), (2, 3))), replace(third, seen=((3, 4, 5), (4, 5)))
+    lossy = replace(recording, moments=moments, prompt_seen=((0,), (1,), (0, 2)))
+    assert data_of(page(lossy))["rows"] == [[[0, 1]], [[1, 2]], [[0, 1], [2, 3]], [[0, 1], [2, 4]], [[3, 5]]]
+    assert data_of(page(recording))["rows"] == [[[0, row + 1]] for row in range(5)]
+
+
+def test_the_sentence_beside_the_bytes_has_the_numbers_of_the_step() -> None:
+    recording = made_up(["a"] * 4, steps=12)
+    said = [bytes_words(recording, number, one) for number, one in enumerate(recording.moments, 1)]
+    assert said[0].endswith("so nothing is read from there. After it, the cache occupies 4.0 kB of memory.")
+    weights = recording.moments[8].on.bytes_read - 11 * 256  # 2 layers of 128 bytes a position
+    assert said[8] == (
+        f"Step 9 reads the weights, {amount(2, weights)}, in both modes. With the cache it also reads 2.8 kB, the keys "
+        f"and values of 11 positions: {281600 / weights:.2g} % more bytes. For this, the cache occupies 4.0 kB "
+        "of memory."
+    )
+
+
+def test_questions_are_answered_by_the_recording() -> None:
+    recording = made_up(["a"] * 4, steps=12)
+    on, token = recording.moments[8].on, SMALL.n_layers * 2 * SMALL.n_kv_heads * SMALL.head_dim * 4
+    asked = data_of(page(recording))["questions"]
+    answers = [one["choices"][one["answer"]] for one in asked]
+    assert answers == [str(on.fed), "0", amount(2, token), amount(2, on.bytes_read), str(sum(range(1, 13)))]
+    for one in [*asked, *data_of(page(made_up(["a"], steps=2)))["questions"]]:
+        assert len({*one["choices"]}) == len(one["choices"]) > 1
+    assert data_of(page(made_up(steps=1)))["questions"] == []
 
 
 def test_figures_are_short() -> None:

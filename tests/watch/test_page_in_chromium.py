@@ -3,6 +3,7 @@
 Chromium runs without a window, and nothing is fetched. Skipped without Chromium, its driver or selenium.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="there is no Chromium with its driver here"),
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT, NEW = [3, 1, 4, 1, 5], 9
 KINDS = ("static", "window:6+2", "int8")
 
@@ -58,16 +60,17 @@ class Page:
     def step(self) -> int:
         return int(self.text("#place").split()[0])
 
-    def colour_at(self, canvas: str, layer: int, position: int) -> str:
-        """Return the colour in a cell of a grid, left of its middle, as #RRGGBB."""
+    def colour_at(self, canvas: str, row: int, position: int) -> str:
+        """Return the colour in a cell of a grid or triangle, left of its middle, as #RRGGBB."""
+        size = (2, 9) if canvas.startswith("grid") else (len(PROMPT) + NEW, 0)
         red, green, blue = self.run(
             "const c = document.getElementById(arguments[0]), copy = document.createElement('canvas');"
             "copy.width = c.width; copy.height = c.height;"
             "const pen = copy.getContext('2d', { willReadFrequently: true }); pen.drawImage(c, 0, 0);"
-            "const width = c.width / arguments[3], height = (c.height - 9) / arguments[4];"
+            "const width = c.width / arguments[3], height = (c.height - arguments[5]) / arguments[4];"
             "const x = Math.floor((arguments[2] + 0.25) * width), y = Math.floor((arguments[1] + 0.5) * height);"
             "return [...pen.getImageData(x, y, 1, 1).data].slice(0, 3);",
-            *(canvas, layer, position, len(PROMPT) + NEW, 2),
+            *(canvas, row, position, len(PROMPT) + NEW, *size),
         )
         return f"#{red:02X}{green:02X}{blue:02X}"
 
@@ -180,6 +183,45 @@ def test_cells_have_the_colours_of_their_states(shown: Page, dark: bool) -> None
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_triangle_has_a_new_row_with_the_cache_and_all_rows_without_it(shown: Page, dark: bool) -> None:
+    shown.open(address="#step=3", dark=dark)
+    written, again, empty = (getattr(palette, name)[dark] for name in ("WRITTEN", "RECOMPUTED", "GRID"))
+    newest = len(PROMPT) + 1
+    for side, old in (("on", False), ("off", True)):
+        rows = [[shown.colour_at(f"pairs-{side}", row, key) for key in range(row + 2)] for row in range(newest + 2)]
+        assert {row.pop() for row in rows} == {"#000000"}  # ahead: transparent
+        assert [set(row) for row in rows[newest:]] == [{written}, {empty}]
+        before = {colour for row in rows[:newest] for colour in row}
+        assert (again in before, bool({written, empty} & before)) == (old, False)
+    assert shown.text("#pairs-words-on") == "Step 3 computes 1 row: 7 pairs. Computed earlier: 6 pale rows."
+    assert shown.text("#pairs-words-off") == "Step 3 computes 7 rows: 28 pairs, 21 of them again."
+
+
+def test_an_answer_is_shown_after_a_choice_by_the_keyboard(shown: Page) -> None:
+    shown.open()
+    choice, button = shown.find("#questions input"), shown.find("#questions button")
+    assert not button.is_enabled()
+    for key, said in ((Keys.SPACE, "✓ Yes: 1. The cache has the keys"), (Keys.ARROW_RIGHT, "✗ No: 1. ")):
+        choice.send_keys(key)
+        button.send_keys(Keys.ENTER)
+        assert shown.text("#questions .why").startswith(said)
+    assert shown.step == 1  # an arrow key in a question turns no step
+
+
+def test_a_mistake_shows_its_curve_and_its_text_beside_the_right_one(shown: Page) -> None:
+    shown.open()
+    right, first, *_ = runs = json.loads((ROOT / "llama" / "watch" / "mistakes.json").read_text())["runs"]
+    assert shown.text("#text-broken") == shown.text("#text-right") == "".join(right["text"])
+    inputs = shown.driver.find_elements(By.CSS_SELECTOR, "#mistakes input")
+    assert len(inputs) == len(runs)
+    inputs[0].send_keys(Keys.ARROW_DOWN)
+    assert shown.text("#text-broken") == "".join(first["text"])
+    assert shown.text("#mistake-words").startswith(first["title"])
+    assert first["title"] in str(shown.find("#symptom").get_attribute("aria-label"))
+    assert shown.driver.find_elements(By.CSS_SELECTOR, "#text-broken .wrong")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_rejected_guesses_are_outlined_in_the_cache_and_struck_out_in_the_text(shown: Page, dark: bool) -> None:
     shown.open("guesses", "#step=2", width=400, dark=dark)
     struck = shown.driver.find_elements(By.CSS_SELECTOR, "#text-on .rejected")
@@ -203,7 +245,7 @@ def test_positions_that_a_window_drops_disappear(shown: Page) -> None:
 
 
 def test_nothing_has_to_be_scrolled_sideways(shown: Page) -> None:
-    for kind, width in (("static", 400), ("window:6+2", 400), ("int8", 400), ("guesses", 360), ("static", 1600)):
+    for kind, width in (("static", 360), ("window:6+2", 400), ("int8", 400), ("guesses", 360), ("static", 1600)):
         shown.open(kind, f"#step={NEW}", width=width)
         shown.run("document.querySelectorAll('details').forEach((line) => { line.open = true; })")
         page = "document.documentElement"
@@ -215,9 +257,11 @@ def test_every_control_has_a_name_and_each_picture_a_description(shown: Page) ->
     used = shown.driver.find_elements(By.CSS_SELECTOR, "button, input, select, summary")
     assert len(used) >= 11
     assert [one.tag_name for one in used if not one.accessible_name.strip()] == []
-    pictures = shown.driver.find_elements(By.CSS_SELECTOR, "canvas")
+    pictures = shown.driver.find_elements(By.CSS_SELECTOR, "canvas:not([aria-hidden])")
     words = [str(one.get_attribute("aria-label")) for one in pictures]
-    assert [one.get_attribute("role") for one in pictures] == ["img"] * 3
+    assert [one.get_attribute("role") for one in pictures] == ["img"] * 6
     assert "5 positions are read, 1 are computed and written" in words[0]
     assert "5 positions are computed again, 1 for the first time" in words[1]
-    assert words[2].startswith("Attention over 6 positions")
+    assert words[2].startswith("Triangle of queries and keys. With the cache, step 2 computes 1 row: 6 pairs.")
+    assert words[4].startswith("Attention over 6 positions")
+    assert words[5].startswith("KL divergence over ")

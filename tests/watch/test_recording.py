@@ -144,6 +144,7 @@ def test_each_kind_of_cache_shows_the_positions_that_it_stores(model: Transforme
 def test_a_prompt_longer_than_a_window_shows_the_window(model: Transformer) -> None:
     recording = record(model, Ids(), list(range(20)), 2, temperature=0.0, kv_cache="window:6+2")
     assert recording.moments[0].seen == ((0, 1, 14, 15, 16, 17, 18, 19),) * 2
+    assert recording.prompt_seen == tuple(tuple(p for p in range(q + 1) if p < 2 or p > q - 6) for q in range(20))
 
 
 def near_ones(scores: Tensor, query_positions: Tensor, key_positions: Tensor, layer: int) -> Tensor:
