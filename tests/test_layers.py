@@ -1,9 +1,12 @@
 """The parts of all ranks together equal the result of one process; here all ranks are in one process."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from tiny import some_tokens, tiny_args
-from torch import Tensor
+from torch import Tensor, nn
 
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from llama.model import Transformer
@@ -22,6 +25,16 @@ class One(Ranks):
 
 def whole_weight(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_new_layer_has_the_random_weights_of_pytorch_s() -> None:
+    pairs: list[tuple[Any, Any]] = [
+        (RowParallelLinear, partial(nn.Linear, bias=False)),
+        (VocabParallelEmbedding, nn.Embedding),
+    ]
+    for pair in pairs:
+        ours, theirs = (layer(WORDS, DIM) for layer in pair if torch.manual_seed(1))
+        assert torch.equal(ours.weight, theirs.weight)
 
 
 def test_every_word_is_found_on_one_rank_and_is_zero_on_the_others() -> None:

@@ -66,7 +66,8 @@ def whole(model: Transformer, text: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kv_cache", KINDS)
-def test_only_what_is_new_is_fed(kv_cache: str) -> None:
+def test_only_what_is_new_is_fed(kv_cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "llama")
     model, session = made(kv_cache)
     with watched(model) as steps:
         first = session.feed(TEXT)
@@ -77,6 +78,7 @@ def test_only_what_is_new_is_fed(kv_cache: str) -> None:
     assert steps.widths == [first, 5, 9]
     assert session.tokens == ids(TEXT + " more and more")
     assert session.fed == session.position == first + 14
+    assert "differs from the one before" not in caplog.text
 
 
 @pytest.mark.parametrize("kv_cache", [*KINDS, "forgetful"])
@@ -84,6 +86,7 @@ def test_a_text_that_was_edited_is_fed_from_where_it_differs(kv_cache: str, capl
     model, session = made(kv_cache, text=TEXT)
     caplog.set_level(logging.INFO, "llama")
     fed = session.feed(TEXT[:-3] + "!")
+    assert "differs from the one before at token" in caplog.text
     again = session.position if "all is fed again" in caplog.text else 1
     assert fed == again
     assert ("forgetful" in kv_cache) <= (again > 1)
@@ -114,7 +117,19 @@ def test_an_edit_in_a_rounded_group_feeds_from_its_beginning(
     torch.testing.assert_close(session.logits, expected.logits, rtol=0, atol=1e-4)
 
 
-@kinds("paged", "int8")
+def test_a_prompt_ends_where_a_text_is_fed_from_its_beginning_unless_the_caller_decides() -> None:
+    """Kinds that drop keys compress there."""
+    model, session = made()
+    ends = list[bool]()
+    model.register_forward_pre_hook(lambda _, given: ends.append(given[1].prompt_ends))
+    session.feed("one")
+    session.feed("two")  # from position 1: both begin with a BOS
+    session.feed("three", prompt_ends=True)
+    model.session(Bytes()).feed("four", prompt_ends=False)
+    assert ends == [True, False, True, False]
+
+
+@kinds("paged", "int8", "forgetful", of=(*KINDS, "forgetful"))
 def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
     model, session = made(kv_cache)
     session.feed(TEXT[:30])
@@ -292,7 +307,7 @@ def test_rows_may_begin_with_a_session_that_was_rewound(kv_cache: str) -> None:
 
 @pytest.mark.parametrize(("kv_cache", "all_again"), [("static", False), ("h2o:20", True)])
 def test_after_a_call_that_did_not_end_a_text_is_fed_again_only_if_its_cache_cannot_go_back(
-    kv_cache: str, all_again: bool, caplog: pytest.LogCaptureFixture
+    kv_cache: str, all_again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "llama")
     model, session = made(kv_cache, text=TEXT)
@@ -304,6 +319,10 @@ def test_after_a_call_that_did_not_end_a_text_is_fed_again_only_if_its_cache_can
     with pytest.raises(KeyboardInterrupt):
         session.append(" more")
     hook.remove()
+    branch = session.fork()
+    branch.save(tmp_path / "session")
+    assert (branch.nbytes == 0) == all_again
+    caplog.clear()
     assert session.append(" more") == (session.position if all_again else 5)
     assert (f"a call did not end, and kv_cache={kv_cache} cannot go on" in caplog.text) == all_again
 

@@ -392,6 +392,22 @@ def test_a_session_goes_on_as_if_nothing_had_been_guessed(mode: str) -> None:
     assert said("lookup") == said(None)
 
 
+@pytest.mark.usefixtures("always")
+def test_behind_a_stop_token_that_was_guessed_the_logits_are_known() -> None:
+    model, how = model_of("exact"), Options(temperature=0.9, seed=3)
+    made = model.generate_tokens(PROMPTS[:1], 14, **how)[0]
+    stop = max(made[0], key=made[0].index)  # the last that is new
+    assert made[0].index(stop) > 2
+    logits = []
+    for speculate in (None, partial(Noisy, [[*PROMPTS[0], *made[0]]], share=1.0)):
+        session = model.session(Ids())  # type: ignore[arg-type]
+        session.tokenizer.stop_tokens = (stop,)  # type: ignore[misc]
+        session.feed(PROMPTS[0])
+        session.generate(14, speculate=speculate, **how)
+        logits.append(session.logits.tolist())  # type: ignore[union-attr]
+    assert logits[0] == logits[1]
+
+
 def test_what_cannot_be_speculated_is_refused_by_name() -> None:
     model = tiny_model().requires_grad_(False)
 

@@ -436,7 +436,15 @@ def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() 
     assert heading(figure) == "int4 stores 0.17 of the bytes of static and differs at 3.61% of the tokens"
     assert [len(ax.patches) for ax in figure.axes] == [5, 5, 4]
     assert [ax.get_xlim()[0] for ax in figure.axes] == [0, 0, 0]
-    assert "not judged" in [text.get_text() for text in figure.axes[2].texts]
+    assert [text.xy[0] for text in figure.axes[2].texts if text.get_text() == "not judged"] == [0]
+
+
+def test_every_kind_is_inside_the_picture_of_what_none_beats_also_one_without_errors() -> None:
+    for ax in drawn_by(draw_pareto, caches_report()).axes:
+        places = ax.collections[0].get_offsets()
+        assert min(places[:, 1]) == 0
+        assert ax.get_xlim()[0] < min(places[:, 0]) <= max(places[:, 0]) < ax.get_xlim()[1]
+        assert ax.get_ylim()[0] < 0 <= max(places[:, 1]) < ax.get_ylim()[1]
 
 
 @pytest.mark.parametrize("full", ["absent", "predicted"])

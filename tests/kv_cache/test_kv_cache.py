@@ -213,10 +213,21 @@ def test_bad_first_writes_allocate_no_memory(kind: str) -> None:
 def test_static_buffers_stay_where_they_are_while_there_is_room() -> None:
     cache = make("static")
     cache.reserve(2, LENGTH)
+    assert cache.steps_left([0, 0]) == 0
     keys, _ = write(cache, 0, *new(2, 3))
     for start in range(3, LENGTH):
+        assert cache.steps_left([start - 1, 0]) == LENGTH - start
         assert write(cache, start, *new(2, 1))[0].data_ptr() == keys.data_ptr()
     assert write(cache, 0, *new(1, 1))[0].data_ptr() == keys.data_ptr()
+
+
+def test_a_step_of_a_window_copies_nothing_that_is_stored() -> None:
+    cache, places = make("window:8+2"), set()
+    cache.reserve(2, LENGTH)
+    for start in range(LENGTH):
+        write(cache, start, *new(2, 1))
+        places.add(tuple(held.data_ptr() for held in cache.held().values()))
+    assert len(places) == 1
 
 
 def test_static_grows_by_doubling_to_the_limits_and_never_beyond() -> None:

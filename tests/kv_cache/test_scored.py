@@ -16,7 +16,14 @@ from torch import Tensor
 
 from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
-from llama.kv_cache.published import CompactorCache, ExpectedAttentionCache, KnormCache, SnapKVCache, TovaCache
+from llama.kv_cache.published import (
+    CompactorCache,
+    ExpectedAttentionCache,
+    KnormCache,
+    SnapKVCache,
+    TovaCache,
+    leverage_scores,
+)
 from llama.model import Transformer
 from llama.ops import attention_weights
 from llama.quant.layers import quantize_layers, quantized_weights
@@ -428,6 +435,8 @@ def test_chunkkv_keeps_the_same_whole_chunks_in_all_heads_and_the_best_keys_of_t
     for first, second in whole:
         assert first == second == [at for chunk in chunks if chunk in first for at in range(chunk, chunk + 20)]
         assert first[-80:] == [*range(220, 300)], "the chunks of the newest 64 tokens"
+    (alone,) = kept(prompted("chunkkv:140", 300, sizes={"n_kv_heads": 1})[2].layers[0])[0]
+    assert [at for at in alone if at % 20 == 0] == [at - 19 for at in alone if at % 20 == 19]
     cut = [kept(layer)[0] for layer in prompted("chunkkv:147", 300)[2].layers]
     for heads, all_of in zip(cut, whole, strict=True):
         for head, base in zip(heads, all_of, strict=True):
@@ -514,6 +523,13 @@ def test_compactor_keeps_the_ends_and_by_the_share_that_is_dropped_outliers_and_
     for head, own in zip(kept(cache.layers[0])[0], _observed(model, tokens, 300, scores), strict=True):
         inner = [at + first for at in own.topk(budget - first - last).indices.sort().values.tolist()]
         assert head == [*range(first), *inner, *range(300 - last, 300)]
+
+
+def test_leverage_is_that_of_ridge_regression() -> None:
+    x = torch.randn(2, 40, 8).double()
+    own = x - x.mean(1, keepdim=True)
+    hat = own @ torch.linalg.inv(own.mT @ own + 0.01 * torch.eye(8).double()) @ own.mT
+    torch.testing.assert_close(leverage_scores(x), hat.diagonal(dim1=1, dim2=2))
 
 
 def test_compactor_judges_keys_of_earlier_calls_by_their_leverage_alone() -> None:
