@@ -46,6 +46,11 @@ def test_the_records_are_those_that_zipfile_finds() -> None:
         assert {name: archive[record.start : record.end] for name, record in ours.items()} == theirs
 
 
+def test_the_end_record_may_leave_every_number_to_the_one_of_64_bits() -> None:
+    later = struct.pack("<4H2L", *[0xFFFF] * 4, *[0xFFFFFFFF] * 2)
+    assert read_records(ARCHIVE[:-18] + later + ARCHIVE[-2:]) == read_records(ARCHIVE)
+
+
 def rewritten(archive: bytes, folder: str = "archive", *, lacking: tuple[str, ...] = (), big: bool = False) -> bytes:
     """Return the archive as Python's zipfile writes it: nothing is aligned, and sizes stand in the headers."""
     buffer = io.BytesIO()
