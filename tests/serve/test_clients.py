@@ -2,27 +2,25 @@
 
 import random
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import CHROMIUM, DRIVER, chromium
+from crowd import KINDS, Content, crowd
 from fakes import write_checkpoint
-from serving import Endless, Served, Slow, serving
+from serving import Endless, Slow, served_by_a_process, serving
 from test_texts_served import read_all, wait_for
 
 pytestmark = pytest.mark.slow
 
 
-def expected(prompt: str, max_tokens: int, seed: int) -> str:
-    how: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "seed": seed}
-    return Slow().generate(Endless(), [prompt], max_tokens, **how)[0]["generation"]  # type: ignore[arg-type]
+def alone(body: dict[str, Any]) -> Content:
+    how: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "seed": body["seed"]}
+    model, tokenizer = Slow(), Endless()
+    made = model.generate(tokenizer, [body["prompt"]], body["max_tokens"], **how)[0]  # type: ignore[arg-type]
+    return Content(made["generation"], made["logprobs"])
 
 
 def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
@@ -32,7 +30,7 @@ def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
         assert [model.id for model in client.models.list()] == ["demo"]
         how = {"model": "demo", "max_tokens": 8, "seed": 1}
         made = client.completions.create(prompt="Hello", logprobs=0, **how)
-        assert made.choices[0].text == expected("Hello", 8, 1)
+        assert made.choices[0].text == alone({"prompt": "Hello", **how}).text
         assert len(made.choices[0].logprobs.token_logprobs) == 8
         stream = client.completions.create(prompt="Hello", stream=True, **how)
         assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
@@ -53,43 +51,17 @@ def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
 
 
 def test_clients_that_come_go_stall_and_send_garbage_change_no_text_and_leave_no_bytes() -> None:
-    """For 20 seconds; every text that is whole is compared with the text alone."""
-    end, wrong, counts = time.monotonic() + 20, [], {"whole": 0, "left": 0, "garbage": 0, "stalled": 0, "full": 0}
+    """For 20 seconds; `crowd.py` as a program does so with the demo model, for 10 minutes."""
+
+    def some_body(draw: random.Random) -> dict[str, Any]:
+        prompt = "A beginning that many share, " * draw.randrange(3) + str(draw.random())[:6]
+        return {"prompt": prompt, "max_tokens": draw.randint(1, 60), "seed": draw.randrange(4), "logprobs": 0}
+
     with serving(rows=6, queue=10, cache_bytes=3000, check=0.1, time_limit=3.0) as served:
-
-        def client(number: int) -> None:
-            draw = random.Random(number)
-            while time.monotonic() < end:
-                prompt = "A beginning that many share, " * draw.randrange(3) + str(draw.random())[:6]
-                body = {"prompt": prompt, "max_tokens": draw.randint(1, 60), "seed": draw.randrange(4)}
-                kind = draw.choice(list(counts))
-                counts[kind] += 1
-                if kind in ("whole", "full"):
-                    got = served.complete(**body, stream=draw.random() < 0.5, kv_caching=draw.random() < 0.9)
-                    parts = [] if got.status != 200 else got.events if b"data: " in got.body[:6] else [got.json]
-                    text = "".join(choice["text"] for part in parts for choice in part.get("choices", []))
-                    ended = not any("error" in part for part in parts)
-                    if got.status not in (200, 429, 504) or (parts and ended and text != expected(**body)):
-                        wrong.append((body, got))
-                elif kind == "garbage":
-                    data = draw.randbytes(draw.randrange(300))
-                    if draw.random() < 0.5:
-                        data = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n" + data
-                    with socket.create_connection(("127.0.0.1", served.port)) as connection:
-                        connection.sendall(data)
-                else:
-                    connection = served.opened(**body, stream=draw.random() < 0.7)
-                    time.sleep(draw.random() * (1.0 if kind == "stalled" else 0.05))
-                    connection.close()
-
-        clients = [threading.Thread(target=client, args=[number]) for number in range(24)]
-        for one in clients:
-            one.start()
-        for one in clients:
-            one.join()
+        seen = crowd(served, clients=24, seconds=20, some_body=some_body, alone=alone)
         served.until("num_requests_running", 0)
-        assert wrong == []
-        assert min(counts.values()) > 10
+        assert seen["wrong"] == 0
+        assert min(seen[kind] for kind in (*KINDS, "compared")) > 10
         wait_for(lambda: served.metric("texts_checked_total") > 0)
         assert served.metric("texts_differed_total") == 0
         assert [*served.app.replies, *served.engine._jobs, *served.engine._uncached] == []
@@ -100,17 +72,7 @@ def test_clients_that_come_go_stall_and_send_garbage_change_no_text_and_leave_no
 
 def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", max_seq_len=32768)
-    command = [sys.executable, "-m", "llama", "serve", "--ckpt_dir", str(path), "--port"]
-    process = subprocess.Popen(
-        [*command, "0", "--grace", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        address, _, about = process.stdout.readline().partition("  ")
-        assert about == "model, paged cache; Ctrl-C ends it\n"
-        served = Served(None, None, None, int(address.rpartition(":")[2]))
-        while served.ask("/health").status == 503:
-            time.sleep(0.1)
+    with served_by_a_process("--ckpt_dir", str(path), "--grace", "1") as (process, served):
         short, long = (
             served.opened(prompt="a", max_tokens=5),
             served.opened(prompt="a", max_tokens=30000, stream=True, temperature=0),
@@ -121,10 +83,6 @@ def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
         assert b'"code":"cancelled"' in read_all(long)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, "Traceback" in errors) == (0, False), errors
-        for connection in served.connections:
-            connection.close()
-    finally:
-        process.kill()
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

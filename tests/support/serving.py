@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -156,6 +158,25 @@ def serving(
         server.should_exit = server.force_exit = True
         thread.join(60)
         engine.end()
+
+
+@contextmanager
+def served_by_a_process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", Served]]:
+    """Run `llama-kv serve`, and yield its process and its server when the model is loaded."""
+    command = [sys.executable, "-m", "llama", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address, _, about = process.stdout.readline().partition("  ")
+        assert about.endswith(" cache; Ctrl-C ends it\n")
+        served = Served(None, None, None, int(address.rpartition(":")[2]))
+        while served.ask("/health").status == 503:
+            time.sleep(0.1)
+        yield process, served
+        for connection in served.connections:
+            connection.close()
+    finally:
+        process.kill()
 
 
 def asgi(app: App, path: str, body: bytes = b"", *, method: str = "GET", host: bytes = b"h") -> tuple[int, Any]:
