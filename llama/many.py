@@ -1,6 +1,6 @@
 """Continue any number of prompts, of which some run at a time: `generate_many`, and the `Writer` of files and servers.
 
-Turns prompts into ids and ids into text; `llama.texts` decides which texts run.
+Turns prompts into ids and ids into text; `llama.scheduler` decides which texts run.
 """
 
 import logging
@@ -14,8 +14,8 @@ from typing import Any, Unpack
 from llama.batch import NonFiniteLogits
 from llama.request import Options, listing_options
 from llama.sampling import whole_number
+from llama.scheduler import OF_A_BATCH, Texts
 from llama.streaming import Completion, RowText, TextCodec, encode_prompt, stop_strings
-from llama.texts import OF_A_BATCH, Texts
 
 logger = logging.getLogger(__name__)
 

@@ -57,8 +57,8 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/checkpoint tests/untrusted",
     ),
     "texts": (
-        "llama/texts.py llama/text_caches.py llama/many.py llama/speculation.py",
-        "tests/test_speculation.py tests/test_texts.py tests/test_many.py tests/test_texts_at_once.py",
+        "llama/scheduler.py llama/text_caches.py llama/many.py llama/speculation.py",
+        "tests/test_speculation.py tests/test_scheduler.py tests/test_many.py tests/test_texts_at_once.py",
     ),
     "bench": ("llama/bench", "tests/bench"),
     "cli": ("llama/cli", "tests/cli"),

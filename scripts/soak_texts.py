@@ -22,7 +22,7 @@ import torch
 
 from llama import cli, load
 from llama.many import steady
-from llama.texts import Texts
+from llama.scheduler import Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -25,8 +25,8 @@ from llama.kv_cache import Cache
 from llama.many import Writer
 from llama.model import Transformer
 from llama.request import Step
+from llama.scheduler import Texts
 from llama.session import Session
-from llama.texts import Texts
 
 few = settings(max_examples=15, derandomize=True, deadline=None)
 VOCAB, MAX_SEQ_LEN = 97, 64

@@ -28,7 +28,7 @@ FILES = [
 # The core: the model, its cache, the loop. It knows no folder but kv_cache and ranks, except where its row says so.
 CORE = (
     "args rope ops layers rows locked kv_cache ranks switches model "
-    "batch generation sampling request speculation streaming session stepper texts text_caches many"
+    "batch generation sampling request speculation streaming session stepper scheduler text_caches many"
 )
 
 # file, or folder for all files in it -> (what of ours, which packages of others) it may import
@@ -54,8 +54,8 @@ MAY_IMPORT = {
         "torch",
     ),
     "llama/text_caches.py": ("batch generation kv_cache request", ""),
-    "llama/texts.py": ("batch generation request text_caches", "torch"),
-    "llama/many.py": ("batch request sampling streaming texts", ""),
+    "llama/scheduler.py": ("batch generation request text_caches", "torch"),
+    "llama/many.py": ("batch request sampling scheduler streaming", ""),
     "llama/model.py": ("args generation kv_cache layers many ops ranks rope rows session stepper switches", "torch"),
     "llama/ranks/__init__.py": ("", "torch"),
     "llama/ranks/torchrun.py": ("locked ranks", "torch fairscale"),
@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "llama/quality/": ("host.progress kv_cache model ops quality session streaming untrusted", "torch"),
     "llama/verify/verdict.py": ("host verify", ""),
     "llama/verify/guesses.py": ("batch generation model request speculation", "torch"),
-    "llama/verify/": ("batch many model request session sessions streaming texts verify", "torch"),
+    "llama/verify/": ("batch many model request scheduler session sessions streaming verify", "torch"),
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     "llama/serve/requests.py": ("request sampling untrusted", ""),
     "llama/serve/metrics.py": ("", "prometheus_client"),

@@ -23,9 +23,9 @@ from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.many import Writer, steady
 from llama.model import Transformer
+from llama.scheduler import Texts
 from llama.stepper import CallKind
 from llama.text_caches import LEAST
-from llama.texts import Texts
 
 NATIVE = ("static", "paged")
 LOSSY = ("int8", "int4", "rotated", "kivi", "snapkv:0.5", "adakv:0.25", "quest")  # with a native step

@@ -30,8 +30,8 @@ from llama.fast.graph_runner import GraphRunner
 from llama.model import Transformer
 from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
+from llama.scheduler import Texts
 from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
-from llama.texts import Texts
 from llama.verify.guesses import Compared, compare_guesses
 
 PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]

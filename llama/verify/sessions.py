@@ -18,10 +18,10 @@ from llama.batch import NonFiniteLogits
 from llama.many import steady
 from llama.model import Transformer
 from llama.request import Options, Step
+from llama.scheduler import Texts as TextsTogether
 from llama.session import Session
 from llama.sessions.file import IdsOnly
 from llama.streaming import TextStream
-from llama.texts import Texts as TextsTogether
 from llama.verify.passes import Chunk, Texts, record_logits
 
 IN_TURNS, FORKED, REWOUND = "session in turns", "session forked", "session rewound"

@@ -299,7 +299,7 @@ def test_the_parts_together_are_the_whole(tmp_path: Path, whole: bytes) -> None:
             job.journal.unlink()
 
 
-WRONG = ["0/12", "13/12", "3", "a/b", "²/3", "9 1 3 1", "4 1 3 2", "x 1 3 1", "4 1 3 0"]  # of the flag, or of ID MIN COUNT STEP
+WRONG = ["0/12", "13/12", "3", "a/b", "²/3", "9 1 3 1", "4 1 3 2", "x 1 3 1", "4 1 3 0"]  # or ID MIN COUNT STEP
 PARTS = {None: (1, 1), "3/12": (3, 12), "3 0 12 1": (4, 12), "3 1 12 1": (3, 12), "6 2 5 2": (3, 5)}
 
 

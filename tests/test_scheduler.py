@@ -1,4 +1,4 @@
-"""llama/texts.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails beside it."""
+"""llama/scheduler.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from llama.texts import Event, Texts
+from llama.scheduler import Event, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
