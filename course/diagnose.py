@@ -376,7 +376,59 @@ def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
                 return
 
 
-def _near(ours: Any, wanted: Any) -> bool:
+def _near(ours: Any, wanted: Any, near: float = NEAR) -> bool:
+    """Return True if numbers differ by at most `near` of the larger one or of 1, and all else is equal."""
     if isinstance(wanted, list):
-        return isinstance(ours, list) and len(ours) == len(wanted) and all(map(_near, ours, wanted))
-    return isinstance(ours, int | float) and abs(ours - wanted) <= NEAR
+        pairs = zip(ours, wanted, strict=True) if isinstance(ours, list) and len(ours) == len(wanted) else None
+        return pairs is not None and all(_near(a, b, near) for a, b in pairs)
+    if isinstance(ours, int | float) and isinstance(wanted, int | float):
+        return abs(ours - wanted) <= near * max(1, abs(ours), abs(wanted))
+    return bool(ours == wanted)
+
+
+# ---- the other exercises ---------------------------------------------------------------------------------------------
+
+
+def explain(facts: Facts, right: Facts) -> list[Finding]:
+    """Return the mistake of a submission that was tried with a file of course/trials/, the first if it has several.
+
+    A mistake is named only if the submission does in all trials what a version of the answer with it does. If an error
+    ended the trials, that means those before it, where something was wrong already, or else the same error.
+    """
+    try:
+        ours, wanted, near = facts["trials"], right["trials"], right["near"]
+        error = ours.get("error")
+        seen = not _as_far(ours, wanted, near)
+        if not seen and _end(ours) == _end(wanted):
+            return []
+        if not seen and error and error["type"] == "NotImplementedError":
+            return [Finding("todo-left", error["words"])]
+        alike = (
+            name
+            for name, version in right["versions"]
+            if ((seen and error) or _end(ours) == _end(version)) and _as_far(ours, version, near)
+        )
+        return [Finding(next(alike, "unknown" if seen else "raises"), _observed(ours, wanted, near))]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # not the probe's facts
+        return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
+
+
+def _as_far(ours: Facts, wanted: Facts, near: float) -> bool:
+    """Return True if our trials gave what these gave, as many of them as ended."""
+    one, other = ([[what, came] for what, came in of.items() if what != "error"] for of in (ours, wanted))
+    return _near(one, other[: len(one)], near)
+
+
+def _end(facts: Facts) -> tuple[int, str | None]:
+    """Return how many trials there are, and the words of the error that ended them, if any."""
+    return len(facts), facts["error"]["words"] if "error" in facts else None
+
+
+def _observed(ours: Facts, wanted: Facts, near: float) -> str:
+    """Return what differs first, as text."""
+    for what, value in wanted.items():
+        if what not in ours and "error" in ours:
+            return _error(ours, what)
+        if not _near(ours.get(what), value, near):
+            return f"{what}: {ours.get(what)}, where {value} is right"
+    return _error(ours, "after all trials")

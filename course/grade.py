@@ -1,4 +1,4 @@
-"""Grade submissions of the exercise: python -m course.grade DIR... [--json FILE] [--csv FILE] [--report].
+"""Grade submissions of an exercise: python -m course.grade DIR... [--exercise NAME] [--json FILE] [--csv FILE].
 
 Each runs in a copy, in a process of its own (course/sandbox.py), and its facts are compared with those of the real
 package (course/diagnose.py). A submission that cannot run gets 0 points and the reason, and grading continues. No line
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from course.diagnose import Finding, diagnose
+from course.diagnose import Finding
+from course.exercises import CACHE, EXERCISES, Exercise, named
 from course.make import ROOT, make
-from course.mistakes import MISTAKES
 from course.sandbox import Limits, Outcome, digests, run
 from llama.host.files import check_writable, replace_file
 from llama.untrusted.words import printable
@@ -25,7 +25,7 @@ from llama.untrusted.words import printable
 FULL = 100
 ROWS = 6  # of the table of a report
 ROW = re.compile(r"^\|\s*\d+\s*\|\s*(on|off)\s*\|\s*[\d.,]+\s*\|\s*[\d.,]+\s*\|", flags=re.MULTILINE)
-REPORT_LIMIT = 1_000_000  # characters
+TEXT_LIMIT = 1_000_000  # characters
 
 
 @dataclass(frozen=True)
@@ -37,36 +37,57 @@ class Grade:
     findings: tuple[Finding, ...] = ()
     reason: str = ""
     printed: str = ""
+    exercise: Exercise = CACHE
 
     def as_json(self) -> dict[str, Any]:
-        listed = [asdict(MISTAKES[finding.name]) | {"where": finding.where} for finding in self.findings]
+        known = self.exercise.mistakes
+        listed = [asdict(known[finding.name]) | {"where": finding.where} for finding in self.findings]
         return {"submission": self.submission, "points": self.points, "reason": self.reason, "mistakes": listed}
 
 
-def grade(submission: Path, outcome: Outcome, right: dict[str, Any], *, report: bool = False) -> Grade:
+def grade(
+    submission: Path, outcome: Outcome, right: dict[str, Any], *, exercise: Exercise = CACHE, report: bool = False
+) -> Grade:
     """Return the grade of a submission; `right` are the facts of the real package."""
     if outcome.facts is None:
         return Grade(str(submission), 0, reason=outcome.reason, printed=outcome.printed)
-    findings = diagnose(outcome.facts, right)
+    findings = exercise.explain(outcome.facts, right)
     if report and (rows := filled_rows(submission / "report.md")) < ROWS:
         findings.append(Finding("report-missing", f"{rows} of {ROWS} rows are filled in"))
-    lost = sum(MISTAKES[finding.name].points for finding in findings)
-    return Grade(str(submission), max(FULL - lost, 0), tuple(findings), printed=outcome.printed)
+    lost = sum(exercise.mistakes[finding.name].points for finding in findings)
+    return Grade(str(submission), max(FULL - lost, 0), tuple(findings), printed=outcome.printed, exercise=exercise)
 
 
 def filled_rows(report: Path) -> int:
     """Return the number of rows with a time and a peak in the table of a report; 0 if there is no such file."""
-    if report.is_symlink() or not report.is_file():
-        return 0
-    with report.open(encoding="utf-8", errors="replace") as file:
-        return len(ROW.findall(file.read(REPORT_LIMIT)))
+    return len(ROW.findall(_beginning(report)))
 
 
-def real_facts(limits: Limits) -> dict[str, Any]:
-    """Return the facts of the real package, the answer. Raises RuntimeError if it cannot run."""
+def _beginning(path: Path) -> str:
+    """Return what a file begins with; "" if there is no such file."""
+    if path.is_symlink() or not path.is_file():
+        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(TEXT_LIMIT)
+
+
+def tried(submission: Path, limits: Limits, exercise: Exercise) -> Outcome:
+    """Run a submission, unless its task is that of another exercise: all would be right there."""
+    title = _beginning(submission / "TASK.md").partition("\n")[0].rstrip()
+    others = [other.name for other in EXERCISES.values() if other is not exercise and other.title == title]
+    if others:
+        return Outcome(reason=f"it is of another exercise: grade it with --exercise {others[0]}")
+    return run(submission, limits, *exercise.arguments())
+
+
+def real_facts(limits: Limits, exercise: Exercise = CACHE) -> dict[str, Any]:
+    """Return the facts of the real package, the answer, and of versions with a mistake.
+
+    Raises RuntimeError if it cannot run.
+    """
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
-        make(Path(folder), holes=())
-        outcome = run(Path(folder), limits)
+        make(Path(folder), exercise, holes=())
+        outcome = run(Path(folder), limits, *exercise.arguments(versions=True))
     if outcome.facts is None:
         raise RuntimeError(f"the real package does not run here: {outcome.reason}\n{outcome.printed}")
     return outcome.facts
@@ -79,9 +100,10 @@ def as_text(grade: Grade) -> str:
         lines.append(f"  could not be graded: {grade.reason}")
         lines += [f"    | {line}" for line in grade.printed.strip().splitlines()[-5:]]
     for finding in grade.findings:
-        mistake = MISTAKES[finding.name]
+        mistake = grade.exercise.mistakes[finding.name]
         lines.append(f"  -{mistake.points}  {mistake.title} [{mistake.name}]")
-        lines += [f"       seen: {finding.where}", f"       hint: {mistake.hint}"]
+        lines.append(f"       seen: {finding.where}")
+        lines += [f"       hint: {mistake.hint}"] if mistake.hint else []
     if not grade.reason and not grade.findings:
         lines.append("  every experiment has the results of the real package")
     return "\n".join(map(printable, lines))
@@ -108,17 +130,19 @@ def as_csv(grades: Sequence[Grade]) -> str:
 
 def main(
     *submissions: str,
+    exercise: str = "cache",
     csv: str | None = None,
     json: str | None = None,
     report: bool = False,
     seconds: float = Limits.seconds,
 ) -> int:
-    """Grade submissions of the exercise, each a folder, and print every mistake with a hint.
+    """Grade submissions of an exercise, each a folder, and print every mistake with a hint.
 
     The exit code is 2 if a submission changed the grader's own files.
 
     Args:
         submissions: The folders to grade, one after another.
+        exercise: cache, truncate, int8, eviction or lookup.
         csv: Write a table to this file, one line for each submission.
         json: Write all grades to this file.
         report: Require a report.md with a filled table, too.
@@ -126,19 +150,21 @@ def main(
     """
     if not submissions:
         raise ValueError("no submission was given; name their folders: python -m course.grade submissions/*")
-    limits = Limits(seconds=seconds)
+    limits, set_one = Limits(seconds=seconds), named(exercise)
+    if report and set_one is not CACHE:
+        raise ValueError(f"--report: the exercise {exercise} has no report; leave it out")
     for path in filter(None, (json, csv)):
         check_writable(Path(path))  # before grading, which may take an hour
-    ours, right = _own_digests(), real_facts(limits)
+    ours, right = _own_digests(), real_facts(limits, set_one)
     grades: list[Grade] = []
     code = 0
     for submission in map(Path, submissions):
-        outcome = run(submission, limits)
+        outcome = tried(submission, limits, set_one)
         if _own_digests() != ours:
             print(f"{submission} changed the grader's own files: restore them; it and the rest are not graded")
             code = 2
             break
-        grades.append(grade(submission, outcome, right, report=report))
+        grades.append(grade(submission, outcome, right, exercise=set_one, report=report))
         print(as_text(grades[-1]), end="\n\n", flush=True)
     if len(grades) > 1:
         print(table(grades))

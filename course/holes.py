@@ -87,7 +87,7 @@ def _choices(function: ast.FunctionDef) -> list[ast.stmt]:
     return [node for node in found if isinstance(node.value, ast.IfExp) and _is_choice(node.value.test)]
 
 
-def _whole(function: ast.FunctionDef) -> list[ast.stmt]:
+def whole(function: ast.FunctionDef) -> list[ast.stmt]:
     return [function]
 
 
@@ -111,13 +111,15 @@ def _keep_off(text: str, place: ast.stmt, todo: str) -> str:
     return f"if {test}:\n{todo}else:\n{off}\n"
 
 
-def _keep_signature(text: str, place: ast.stmt, todo: str) -> str:
+def keep_signature(text: str, place: ast.stmt, todo: str) -> str:
+    """Return the place with its signature and docstring, and the TODO for the rest."""
     assert isinstance(place, ast.FunctionDef)
     lines = textwrap.dedent(" " * place.col_offset + _source(text, place)).splitlines(keepends=True)
-    return "".join(lines[: place.body[0].lineno - place.lineno]) + textwrap.indent(todo, "    ")
+    body = place.body[0 if ast.get_docstring(place) is None else 1]
+    return "".join(lines[: body.lineno - place.lineno]) + textwrap.indent(todo, "    ")
 
 
-def _leave_out(text: str, place: ast.stmt, todo: str) -> str:
+def leave_out(text: str, place: ast.stmt, todo: str) -> str:
     return ""
 
 
@@ -148,11 +150,11 @@ HOLES = (
     Hole(
         STATIC,
         "StaticCache.update",
-        _whole,
-        _keep_signature,
+        whole,
+        keep_signature,
         3,
         "take memory on first use, write xk and xv where they belong, and return all keys and values up to there.",
     ),
-    *(Hole(STATIC, f"StaticCache.{name}", _whole, _leave_out) for name in ("prepare", "room", "fits")),
-    *(Hole(CONTRACT, f"KVCache.{name}", _whole, _leave_out) for name in ("_write", "_grow", "_enlarge")),
+    *(Hole(STATIC, f"StaticCache.{name}", whole, leave_out) for name in ("prepare", "room", "fits")),
+    *(Hole(CONTRACT, f"KVCache.{name}", whole, leave_out) for name in ("_write", "_grow", "_enlarge")),
 )

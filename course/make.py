@@ -1,6 +1,6 @@
-"""Make the exercise from the current sources: python -m course.make OUT.
+"""Make an exercise from the current sources: python -m course.make OUT [--exercise NAME].
 
-OUT gets the parts of the package that the two scripts need, without the KV cache (course/holes.py), and the files of
+OUT gets the parts of the package that the two scripts need, without the answer (course/exercises.py), and files of
 course/kit/: the task, the report's template, and stand-ins for folders that contain the answer. No source is copied
 into course/, so an exercise is always up to date.
 """
@@ -10,7 +10,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from course.holes import HOLES, Hole, cut
+from course.exercises import CACHE, Exercise, named
+from course.holes import Hole, cut
 
 ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / "course" / "kit"
@@ -26,29 +27,32 @@ SCRIPTS = (
 LEFT_OUT = ("llama/fast/", "llama/exact/")
 
 
-def make(out: Path, *, root: Path = ROOT, holes: tuple[Hole, ...] = HOLES) -> None:
-    """Make the exercise in `out`, which must be empty or missing; without holes it is the answer.
+def make(out: Path, exercise: Exercise = CACHE, *, root: Path = ROOT, holes: tuple[Hole, ...] | None = None) -> None:
+    """Make an exercise in `out`, which must be empty or missing; with `holes=()` it is the answer.
 
     Raises ValueError if `out` has files, and AnchorLost if the sources have changed.
     """
+    holes = exercise.holes if holes is None else holes
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already; name a folder that is empty or new")
-    kit = {path.relative_to(KIT).as_posix(): path for path in KIT.rglob("*") if _is_source(path)}
-    texts = {file: (root / file).read_text("utf-8") for file in _needed(root, kit)}
+    every = {path.relative_to(KIT).as_posix(): path for path in KIT.rglob("*") if _is_source(path)}
+    kit = {file: path for file, path in every.items() if file.startswith(exercise.kit)}
+    texts = {file: (root / file).read_text("utf-8") for file in _needed(root, kit, exercise.more)}
     made = {file: cut(file, text, holes) for file, text in texts.items()}
     if lost := {hole.file for hole in holes} - set(made):
         raise ValueError(f"the scripts no longer need {', '.join(sorted(lost))}; bring course/ up to date")
     made |= {file: path.read_text("utf-8") for file, path in kit.items()}
+    made["TASK.md"] = exercise.task.read_text("utf-8")
     made["requirements.txt"] = "".join(f"{line}\n" for line in _requirements(root))
     for file, text in made.items():
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         (out / file).write_text(text, encoding="utf-8")
 
 
-def _needed(root: Path, replaced: dict[str, Path]) -> set[str]:
-    """Return the scripts, our modules that they import except the kit's stand-ins, and data files beside these."""
+def _needed(root: Path, replaced: dict[str, Path], more: tuple[str, ...]) -> set[str]:
+    """Return the scripts and `more`, our modules that these import except stand-ins, and data files beside them."""
     seen: set[str] = set()
-    left = list(SCRIPTS)
+    left = [*SCRIPTS, *more]
     while left:
         file = left.pop()
         if file not in seen and (file in replaced or not file.startswith(LEFT_OUT)):
@@ -86,15 +90,16 @@ def _requirements(root: Path) -> list[str]:
     return [str(line) for line in project["dependencies"]]
 
 
-def main(*out: str) -> int:
-    """Make the exercise on the KV cache.
+def main(*out: str, exercise: str = "cache") -> int:
+    """Make an exercise on the KV cache.
 
     Args:
         out: The folder to make, empty or new.
+        exercise: cache, truncate, int8, eviction or lookup.
     """
     if len(out) != 1:
         raise ValueError("give the one folder to make: python -m course.make OUT")
-    make(Path(out[0]))
+    make(Path(out[0]), named(exercise))
     print(f"{out[0]} contains the exercise; a student begins with {Path(out[0]) / 'TASK.md'}")
     return 0
 

@@ -1,6 +1,7 @@
 """The mistakes that the grader knows: what each is called, what it costs, and a hint that is not the answer.
 
-Knows words and points; course/diagnose.py recognises the mistakes: a new one needs a row here and a rule there.
+Knows words and points; course/diagnose.py recognises the mistakes: a new one needs a row here and a rule there. The
+other exercises have theirs, and only `todo-left`, `raises` and `unknown` of these, in course/trials/.
 """
 
 import re
@@ -10,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake. points: what it costs, of 100."""
+    """One mistake. points: what it costs, of 100. hint: "" if the title says enough."""
 
     name: str
     points: int
     title: str
-    hint: str
+    hint: str = ""
 
 
 # Each mistake has a line with its name, points and title. The indented lines after it are its hint.
@@ -54,7 +55,7 @@ unwritten-read 40 Attention reads slots that were never written
     The buffer is longer than the text. Where does the text end?
 heads-order 30 Query heads attend to the wrong KV head
     With 6 query heads and 2 KV heads, the heads 0, 1 and 2 share the first one. Compare repeat and repeat_interleave.
-raises 40 With the cache on, a call ends in an error
+raises 40 A call ends in an error
     Run inference.py --debug: its last lines name the place.
 # masks
 mask-forgotten 20 In a chunk of several tokens, a token sees those after it
@@ -116,8 +117,8 @@ limits-sized 5 Memory is allocated for the limits, not for the reserved length
     self.reserved says how many rows and positions are needed.
 gradients-kept 10 The cache keeps the graph of gradients, so memory grows with each call
     self.check refuses this. Otherwise: which tensors remember how they were computed?
-unknown 30 With the cache on, the model computes something else, in a way that the grader has no name for
-    Compare cached and uncached logits, position by position, and find the first that differs.
+unknown 30 What was observed is not right, and the grader has no name for its cause
+    Try yourself what was observed, and find the first number that differs.
 # the report
 report-missing 20 report.md is not there, or its table is not filled in
     python benchmark_inference.py --preset table measures, and python fill_report.py writes the table.

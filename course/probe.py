@@ -6,7 +6,8 @@ Most facts come from a model whose attention shows the tokens that it attends to
 weighted sum of values names the tokens and their weights. It is read at the input of `wo`, which every solution uses.
 Run on our own sources it gives the right facts. Knows the interface of the task; does not know mistakes
 (course/diagnose.py). It sets its own limits first. Torch and the submission are imported in functions, because the
-diagnosis reads the sizes below in a process without them.
+diagnosis reads the sizes below in a process without them. A file of course/trials/ replaces the experiments for another
+exercise; with "versions" behind it, versions of the answer with a mistake are tried, too.
 """
 
 import gc
@@ -18,7 +19,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +43,7 @@ THETA, TILT, SCALE = 3.0, 0.7, 2.0  # of RoPE, of a key against a query, and of 
 Facts = dict[str, Any]
 
 
-def main(tree: str, facts: str, limits: str) -> None:
+def main(tree: str, facts: str, limits: str, trials: str = "", versions: str = "") -> None:
     """Run every experiment on the package in `tree`, and write the signed facts."""
     signature = sys.stdin.readline().strip()
     _limit(json.loads(limits))
@@ -54,8 +58,10 @@ def main(tree: str, facts: str, limits: str) -> None:
     gc.freeze()  # permanent objects need not be searched each time
     home = str(Path(str(llama.__file__)).resolve().parent.parent)
     found: Facts = {"signature": signature, "home": home}
-    for experiment in EXPERIMENTS:
-        found[experiment.__name__] = _guarded(experiment, tree)
+    if trials:
+        found |= tried(_loaded(trials), tree, versions=bool(versions))
+    else:
+        found |= {experiment.__name__: _guarded(experiment, tree) for experiment in EXPERIMENTS}
     partial = Path(f"{facts}.partial")
     partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # positions may be any object
     partial.replace(facts)
@@ -74,6 +80,31 @@ def _limit(limits: dict[str, int]) -> None:
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             with suppress(ValueError, OSError):  # a system may not support the limit
                 resource.setrlimit(kind, (most, most))
+
+
+def _loaded(trials: str) -> ModuleType:
+    spec = spec_from_file_location("trials", trials)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tried(module: ModuleType, tree: str, *, versions: bool = False) -> Facts:
+    """Return the facts of the trials of a module of course/trials/, and those of versions of the answer."""
+
+    def experiment(facts: Facts) -> None:
+        for what, came in module.trials():
+            facts[what] = came
+
+    found: Facts = {"near": module.NEAR, "trials": _guarded(experiment, tree)}
+    if versions:
+        found["versions"] = []
+        for form, mistake in product(getattr(module, "FORMS", ((),)), module.MISTAKES):
+            module.install(mistake, *form)
+            found["versions"].append([mistake, _guarded(experiment, tree)])
+    return found
 
 
 def _forget_garbage() -> None:

@@ -66,16 +66,16 @@ class Outcome:
     printed: str = ""
 
 
-def run(submission: Path, limits: Limits) -> Outcome:
-    """Run the probe on a copy of a submission."""
+def run(submission: Path, limits: Limits, *arguments: str) -> Outcome:
+    """Run the probe on a copy of a submission; `arguments` are its further ones."""
     try:
         with tempfile.TemporaryDirectory(prefix="course-", ignore_cleanup_errors=True) as scratch:
-            return _run(submission, Path(scratch).resolve(), limits)
+            return _run(submission, Path(scratch).resolve(), limits, arguments)
     except (OSError, RecursionError) as error:  # RecursionError: deeply nested folders
         return Outcome(reason=f"its files cannot be copied, or their copy not removed: {error}")
 
 
-def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
+def _run(submission: Path, scratch: Path, limits: Limits, arguments: tuple[str, ...]) -> Outcome:
     tree, home, facts = scratch / "tree", scratch / "home", scratch / "private" / "facts.json"
     if refusal := _copy(submission, tree, limits):
         return Outcome(reason=refusal)
@@ -84,7 +84,7 @@ def _run(submission: Path, scratch: Path, limits: Limits) -> Outcome:
     before, signature = digests(tree), secrets.token_hex(16)
     with _everything_ended_afterwards() as started:
         process = subprocess.Popen(
-            [sys.executable, "-P", str(PROBE), str(tree), str(facts), json.dumps(limits.of_the_process())],
+            [sys.executable, "-P", str(PROBE), str(tree), str(facts), json.dumps(limits.of_the_process()), *arguments],
             cwd=tree,
             env=_environment(home),
             stdin=subprocess.PIPE,

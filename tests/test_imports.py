@@ -142,6 +142,7 @@ MAY_IMPORT = {
     "inference.py": ("cli", ""),
     # the course kit: what runs a submission imports nothing of ours, and what tries one is given the submission's own
     "course/probe.py": ("model rows", "torch"),
+    "course/trials/": ("args kv_cache model rows session speculation", "torch"),
     "course/kit/": ("kv_cache", ""),
     "course/make.py": ("cli", "course"),
     "course/grade.py": ("cli host untrusted.words", "course"),

@@ -1,0 +1,91 @@
+"""The exercise `truncate`: what a session feeds again when its text changes."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+NEAR = 1e-6
+MISTAKES = {
+    "all-fed-again": (40, "The whole text is fed again: right, but nothing is saved"),
+    "one-more-fed": (20, "One token more than needed is fed again"),
+    "one-skipped": (40, "The first token that is not cached is not fed"),
+    "newest-not-fed": (40, "When all of the text is cached nothing is fed, and no call returns the logits behind it"),
+    "logits-not-dropped": (30, "After the text was cut, the logits are still those behind the old text"),
+    "old-keys-used": (40, "After the text was cut, the old tokens still count as cached: their keys are used"),
+    "cut-too-late": (40, "One token behind the cut stays"),
+    "text-not-cut": (30, "The cut removes nothing from the text"),
+    "kind-not-asked": (20, "The cache is not asked whether it can go back: some kinds have dropped or rounded keys"),
+    "start-not-searched": (
+        15,
+        "If a cache cannot go back to the cut, all is fed again: it may go back to a start before",
+    ),
+    "memory-not-freed": (10, "A text that begins anew has the memory of the one before"),
+}
+MANY = [n % 29 for n in range(70)]
+# the kind of cache, or "off", and what is done with a session
+SESSIONS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
+    ("static", (("feed", [1, 2, 3, 4, 5]), ("append", [6]), ("append", [7, 8]), ("feed", [1, 2, 3, 4, 5, 6, 7, 8]))),
+    (
+        "static",
+        (("feed", [1, 2, 3, 4, 5, 6]), ("feed", [1, 2, 9, 8, 7, 6, 5]), ("feed", [11, 12, 13]), ("append", [15])),
+    ),
+    ("static", (("feed", [1, 2, 3, 4, 5, 6, 7]), ("feed", [1, 2, 3, 4]), ("append", [9, 9]))),
+    ("static", (("feed", [1, 2, 3, 4, 5, 6, 7]), ("rewind", 4), ("append", []), ("append", [9]), ("rewind", 5))),
+    ("static", (("feed", [1, 2, 3, 4, 5, 6]), ("rewind", 2), ("append", [8, 7]), ("rewind", 0), ("feed", [4, 3]))),
+    ("static", (("feed", MANY), ("feed", [5, 6]))),
+    ("int8", (("feed", MANY), ("rewind", 50), ("append", [5]))),
+    ("window:8+2", (("feed", MANY), ("rewind", 60), ("append", [5]))),
+    ("off", (("feed", [1, 2, 3, 4]), ("append", [5]), ("rewind", 3), ("append", [6]))),
+)
+
+
+@cache
+def _model(on: bool) -> Any:
+    import torch
+
+    from llama.model import ModelArgs, Transformer
+
+    model = Transformer(ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=29, max_seq_len=128))
+    stream = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.5, generator=stream)
+    model = model.to(torch.float64).eval().requires_grad_(False)
+    model.kv_caching = on
+    return model
+
+
+def trials() -> Iterator[tuple[str, Any]]:
+    for kind, steps in SESSIONS:
+        session = _model(kind != "off").session(None, kv_cache="static" if kind == "off" else kind)
+        done = f"a session, cache {kind}"
+        for step, given in steps:
+            fed = session.fed
+            getattr(session, step)(given)
+            done += f", {step}({f'{len(given)} tokens' if given == MANY else given})"
+            logits = None if session.logits is None else session.logits[:3].tolist()
+            found = [session.fed - fed, session.position, session.nbytes, logits]
+            yield f"[tokens fed, length of the text, bytes of the cache, logits behind it] of {done}", found
+
+
+def install(*wrong: str) -> None:
+    from llama.session import Session
+
+    def _begin(self: Any, end: int) -> int:
+        begin: int = min(self._cached_len, end - ("newest-not-fed" not in wrong)) + ("one-skipped" in wrong)
+        begin = 0 if "all-fed-again" in wrong else max(begin - ("one-more-fed" in wrong), 0)
+        if begin < self._written and "kind-not-asked" not in wrong:
+            searches = "start-not-searched" not in wrong
+            begin = self.cache.last_start(begin) if searches else begin * self.cache.truncate(begin)
+        if not begin and "memory-not-freed" not in wrong:
+            self._forget()
+        self._logits, self._cached_len, self._written = None, begin, max(self._written, end)
+        return begin
+
+    def _cut(self: Any, position: int) -> None:
+        if position < len(self.tokens):
+            position += "cut-too-late" in wrong
+            self._logits = self._logits if "logits-not-dropped" in wrong else None
+            self._cached_len = self._cached_len if "old-keys-used" in wrong else min(self._cached_len, position)
+            self.tokens = self.tokens if "text-not-cut" in wrong else self.tokens[:position]
+
+    Session._begin, Session._cut = _begin, _cut  # type: ignore[method-assign]

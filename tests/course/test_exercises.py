@@ -1,0 +1,159 @@
+"""The four exercises that are tried by course/trials/: right solutions are accused of nothing, mistakes are named."""
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from planted import plants, variants
+
+from course import grade
+from course.diagnose import explain
+from course.exercises import CACHE, EXERCISES, Exercise
+from course.make import ROOT, make
+from course.probe import tried
+from course.sandbox import Limits, Outcome
+from llama import cli
+from llama.kv_cache import KVCache
+
+Facts = dict[str, Any]
+TRIED = [exercise for exercise in EXERCISES.values() if exercise is not CACHE]
+
+
+def cases_of(*default: str) -> pytest.MarkDecorator:
+    """Give a test each exercise; those that are not named are slow."""
+    marks = {one.name: [] if one.name in default else [pytest.mark.slow] for one in TRIED}
+    return pytest.mark.parametrize("exercise", [pytest.param(one, id=one.name, marks=marks[one.name]) for one in TRIED])
+
+
+class Workbench:
+    """The module that an exercise is about, in this process, with the text of a submission."""
+
+    def __init__(self, exercise: Exercise) -> None:
+        self.file = exercise.holes[0].file
+        self.text = (ROOT / self.file).read_text("utf-8")
+        self.home = importlib.import_module(self.file.removesuffix(".py").replace("/", "."))
+        self.trials = importlib.import_module(f"course.trials.{exercise.name}")
+
+    def facts(self, text: str, *, versions: bool = False) -> Facts:
+        exec(compile(text, self.file, "exec"), vars(self.home))
+        return json.loads(json.dumps(tried(self.trials, str(ROOT), versions=versions)))
+
+
+@pytest.fixture
+def workbench() -> Iterator[Callable[[Exercise], Workbench]]:
+    kinds, homes = dict(KVCache.kinds), list[tuple[ModuleType, Facts]]()
+
+    def workbench_of(exercise: Exercise) -> Workbench:
+        bench = Workbench(exercise)
+        homes.append((bench.home, dict(vars(bench.home))))
+        return bench
+
+    yield workbench_of
+    for home, before in homes:
+        vars(home).clear()
+        vars(home).update(before)
+    KVCache.kinds.clear()
+    KVCache.kinds.update(kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), [("lookup", 5), *(pytest.param(one.name, 1, marks=pytest.mark.slow) for one in TRIED)]
+)
+def test_right_variants_are_accused_of_nothing_and_mistakes_are_named(
+    name: str, every: int, workbench: Callable[[Exercise], Workbench]
+) -> None:
+    """19 of 20 mistakes are named. The others are reported as they were seen, and none is taken for another one."""
+    exercise, tried_ones = EXERCISES[name], variants(name)[::every]
+    bench = workbench(exercise)
+    right = bench.facts(bench.text, versions=True)
+    missed = []
+    for variant in tried_ones:
+        found = explain(bench.facts(variant.source(exercise, bench.text)), right)
+        names = [finding.name for finding in found]
+        if names != [variant.found] * bool(variant.found):
+            assert variant.found, f"{variant.name} is right, and is accused: {found}"
+            assert names == ["unknown"], f"{variant.name} is {variant.found}, and is taken for another: {found}"
+            missed.append(variant)
+    assert len(missed) <= sum(1 for variant in tried_ones if variant.found) / 20, missed
+
+
+@cases_of("lookup", "int8")
+def test_the_model_of_the_answer_is_the_answer(exercise: Exercise, workbench: Callable[[Exercise], Workbench]) -> None:
+    """Without a mistake, what the grader compares mistakes with does what the package does."""
+    bench = workbench(exercise)
+    right = bench.facts(bench.text)
+    for form in getattr(bench.trials, "FORMS", ((),)):
+        bench.trials.install(*form)
+        assert explain(json.loads(json.dumps(tried(bench.trials, ""))), right | {"versions": []}) == []
+
+
+def test_there_are_a_hundred_right_variants_and_a_hundred_wrong_ones() -> None:
+    every = [variant.found for one in TRIED for variant in variants(one.name)]
+    assert every.count("") + len(plants("right.txt")) >= 100
+    assert len(every) - every.count("") + len(plants("mistakes.txt")) >= 200
+
+
+def test_every_mistake_of_an_exercise_is_planted_and_stands_in_the_docs() -> None:
+    page = (ROOT / "docs" / "course.md").read_text("utf-8")
+    for one in TRIED:
+        known = {*one.mistakes} - {"todo-left"}
+        assert {variant.found for variant in variants(one.name)} == known | {""}
+        line = re.search(rf"^\| `{one.name}` \| .*$", page, flags=re.MULTILINE)
+        assert line is not None
+        assert re.findall(r"`([a-z0-9-]+)`", line[0])[1:] == list(one.mistakes)[3:]
+
+
+@cases_of("lookup")
+def test_only_the_answer_is_removed_and_the_task_names_what_is_there(exercise: Exercise, tmp_path: Path) -> None:
+    make(tmp_path / "made", exercise)
+    made = {path.relative_to(tmp_path / "made").as_posix(): path for path in (tmp_path / "made").rglob("*.py")}
+    ours = {file for file, path in made.items() if path.read_text() != (ROOT / file).read_text()}
+    assert {file for file in ours if not file.startswith(exercise.kit)} == {hole.file for hole in exercise.holes}
+    assert set(exercise.more) <= set(made)
+    task = (tmp_path / "made" / "TASK.md").read_text()
+    assert task.startswith(f"{exercise.title}\n")
+    for hole in exercise.holes:
+        if hole.number is not None:
+            assert f"TODO {hole.number}, `{hole.file}`, `{hole.function.removesuffix('(')}" in task
+            assert hole.message in made[hole.file].read_text()
+    for file in re.findall(r"`(llama/[\w/]+\.py)`", task):
+        assert file in made, file
+
+
+@cases_of()
+def test_an_exercise_is_graded_by_its_command(
+    exercise: Exercise, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder as it is set has a TODO; filled in by a right variant and a wrong one, it is graded as these are."""
+    folder, written, file = tmp_path / "exercise", tmp_path / "grades.json", exercise.holes[0].file
+    make(folder, exercise)
+    folders = [folder, *(tmp_path / name for name in ("right", "wrong"))]
+    right, wrong = (next(one for one in variants(exercise.name) if bool(one.found) == is_wrong) for is_wrong in (0, 1))
+    for filled, variant in zip(folders[1:], (right, wrong), strict=True):
+        shutil.copytree(folder, filled)
+        (filled / file).write_text(variant.source(exercise, (ROOT / file).read_text("utf-8")), encoding="utf-8")
+    words = [*map(str, folders), "--exercise", exercise.name, "--json", str(written)]
+    assert cli.run(grade.main, words) == 0
+    mistake = exercise.mistakes[wrong.found]
+    assert mistake.title in capsys.readouterr().out
+    found = [(one["points"], [each["name"] for each in one["mistakes"]]) for one in json.loads(written.read_text())]
+    assert found == [(0, ["todo-left"]), (100, []), (100 - mistake.points, [mistake.name])]
+
+
+def test_a_submission_of_another_exercise_is_not_graded(tmp_path: Path) -> None:
+    """All that this exercise removes would be there, and right."""
+    (tmp_path / "TASK.md").write_text(CACHE.task.read_text("utf-8"))
+    outcome = grade.tried(tmp_path, Limits(), EXERCISES["lookup"])
+    assert outcome == Outcome(reason="it is of another exercise: grade it with --exercise cache")
+
+
+def test_an_exercise_that_is_not_known_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(grade.main, [str(tmp_path), "--exercise", "none"]) == 2
+    assert "known are cache, truncate, int8, eviction, lookup" in capsys.readouterr().err
+    assert cli.run(grade.main, [str(tmp_path), "--exercise", "lookup", "--report"]) == 2
