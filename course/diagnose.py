@@ -17,6 +17,7 @@ NEAR = 1e-6  # for shares of attention in float64; RoPE's table is float32
 NEAR_ANGLES = 5e-3  # larger, so that a cache in 16 bits is not taken for a wrong angle
 ABOUT_SHARING = re.compile(r"layers of its own, and the model \d")  # a message of the model
 ABOUT_DTYPES = re.compile(r"dtype|scalar type|cannot take torch\.")  # messages of PyTorch and `KVCache.check`
+NOT_WORKING = ("rows-do-not-grow", "length-does-not-grow")  # mistakes that any error shows
 ABOUT_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?|broadcast)\b", flags=re.IGNORECASE)
 
 
@@ -113,20 +114,25 @@ def _values(facts: Facts, right: Facts) -> Iterator[Finding]:
 
 
 def _first_difference(facts: Facts, right: Facts, where: str, says: str = "") -> Finding | None:
-    """Return a finding on the first query with wrong attention; `says` names the mistake that any difference means."""
+    """Return a finding on the first query with wrong attention; `says` names the mistake that is to be expected."""
     ours, wanted = list(_queries(facts.get("calls", []))), list(_queries(right["calls"]))
     for one, other in zip(ours, wanted, strict=False):
         if _place(one) != _place(other):
             return Finding(says or "wrong-axis", f"{where}: attention has another shape than was fed")
         if not _same(one, other) and not _is_padding(one, other, where):
-            return Finding(says or _name(one, other, ours, wanted), f"{where}, {_tell(one, other)}")
+            name = says if _shows(says, one, other) else "unknown" if says else _name(one, other, ours, wanted)
+            return Finding(name, f"{where}, {_tell(one, other)}")
     if "error" in facts:
         return Finding(_error_name(facts["error"], says), _error(facts, where))
     if len(ours) != len(wanted):
-        return Finding(
-            says or "unknown", f"{where}: {len(ours)} of {len(wanted)} queries go through wo, where they are seen"
-        )
+        return Finding("unknown", f"{where}: {len(ours)} of {len(wanted)} queries go through wo, where they are seen")
     return None
+
+
+def _shows(name: str, one: Query, other: Query) -> bool:
+    """Return True if a query shows the mistake that is to be expected: tokens of before, or none of its own."""
+    strange, missing = one.seen.keys() - other.seen.keys(), other.seen.keys() - one.seen.keys()
+    return bool(name and (strange if name in ("stale-text", "own-counter") else missing))
 
 
 def _place(query: Query) -> tuple[int, int, int, int]:
@@ -151,6 +157,9 @@ def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequen
     seen, right = query.seen, wanted.seen
     first, newest = min(right), max(right)  # the row's own text begins at `first`
     expected, whole = len(right), abs(query.total - 1) < NEAR
+    missing = set(right) - set(seen) if set(seen) <= set(right) else None  # None: others are seen
+    slots = {1 / share for share in seen.values()}  # all keys have the same score
+    unwritten = not whole and len({round(count, 4) for count in slots}) == 1 and _near(max(slots), round(max(slots)))
     same_call = [(a, b) for a, b in zip(ours, all_wanted, strict=False) if a.call == query.call]
     row0_right = all(_same(a, b) for a, b in same_call if a.row == 0)
     nothing = not any(a.seen for a, _ in same_call if (a.row, a.layer) == (query.row, query.layer))
@@ -158,21 +167,26 @@ def _name(query: Query, wanted: Query, ours: Sequence[Query], all_wanted: Sequen
     rules: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("swapped", lambda: any(place >= KEY_AT for place in seen)),
         ("shared-by-layers", lambda: any(place // VOCAB != query.layer for place in seen)),
-        ("first-row-only", lambda: query.row > 0 and row0_right),
+        ("first-row-only", lambda: query.row > 0 and row0_right and not set(seen) & set(right)),
         ("rows-mixed", lambda: any(place // LENGTH != first // LENGTH for place in seen)),
         ("mask-forgotten", lambda: any(place > newest for place in seen)),
-        ("heads-order", lambda: _alike(seen, right, NEAR)),
+        ("heads-order", lambda: _alike(seen, right, NEAR) and _of_other_heads(query)),
         ("values-forgotten", lambda: nothing),
-        ("past-ignored", lambda: set(seen) == {newest} and whole),
-        ("values-forgotten", lambda: set(seen) == {newest} and expected > 2),
+        ("past-ignored", lambda: set(seen) == {newest} and whole and expected > 1),
+        ("values-forgotten", lambda: set(seen) == {newest} and expected > 2 and unwritten),
         ("mask-at-first-key", lambda: past and whole and set(seen) == set(range(first, first + query.index + 1))),
-        ("newest-hidden", lambda: newest not in seen and whole),
-        ("index-late", lambda: newest not in seen),
-        ("index-zero", lambda: first not in seen and expected > 2),
-        ("index-early", lambda: newest - 1 in right and newest - 1 not in seen),
-        ("unwritten-read", lambda: set(seen) == set(right) and query.total < 1),
+        ("newest-hidden", lambda: missing == {newest} and whole),
+        ("index-late", lambda: missing == {newest}),
+        ("index-zero", lambda: missing == {first} and expected > 2 and unwritten),
+        ("index-early", lambda: missing == {newest - 1} and unwritten),
+        ("unwritten-read", lambda: missing == set() and query.total < 1 and unwritten),
     )
     return next((name for name, holds in rules if holds()), "unknown")
+
+
+def _of_other_heads(query: Query) -> bool:
+    """Return True if each head has the values of a KV head: those of the second one are twice as large."""
+    return all(any(_near(sum(head.values()), times) for times in (0.5, 1, 2)) for head in query.heads)
 
 
 def _tell(query: Query, wanted: Query) -> str:
@@ -193,10 +207,11 @@ def _error_name(error: dict[str, str], says: str = "") -> str:
         return "wrong-dtype"
     if ABOUT_SHARING.search(error["words"]):
         return "shared-by-layers"
-    if says:
-        return says
     of_tensors = error["type"] in ("RuntimeError", "IndexError", "ValueError")
-    return "wrong-axis" if of_tensors and ABOUT_SHAPES.search(error["words"]) else "raises"
+    of_shapes = of_tensors and ABOUT_SHAPES.search(error["words"])
+    if says and (of_shapes or says in NOT_WORKING):
+        return says
+    return "wrong-axis" if of_shapes else "raises"
 
 
 def _error(facts: Facts, where: str) -> str:
@@ -240,7 +255,21 @@ def _angles(facts: Facts, right: Facts) -> Finding | None:
         for name, angle in ANGLES:
             if all(_alike(one.seen, _predicted(one, angle), NEAR_ANGLES) for one in queries):
                 return Finding(name, _tell_angles(*wrong[0]))
-    return Finding("rope-wrong", _tell_angles(*wrong[0]))
+    name = "rope-wrong" if all(_is_rotated(one) for one, _ in wrong) else "unknown"
+    return Finding(name, _tell_angles(*wrong[0]))
+
+
+def _is_rotated(query: Query) -> bool:
+    """Return True if the shares are those of keys that are rotated by some number of positions each."""
+    sizes = {place: SCALE * key_size(place % VOCAB) for place in query.seen}
+    newest = max(sizes)
+    draws = [_draw(apart) for apart in range(-MAX_SEQ_LEN, MAX_SEQ_LEN)]
+    for own in draws:  # how far the query's own key is rotated is not known either
+        base = own * sizes[newest] - math.log(query.seen[newest])
+        wanted = [(math.log(share) + base) / sizes[place] for place, share in query.seen.items()]
+        if all(any(abs(draw - want) < NEAR_ANGLES for draw in draws) for want in wanted):
+            return True
+    return False
 
 
 def _predicted(query: Query, angle: Angle) -> dict[int, float]:
@@ -334,7 +363,8 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if abs(times - HEADS / KV_HEADS) < 0.05:
         yield Finding("heads-expanded", where)
     elif times > 2:
-        yield Finding("limits-sized", where)
+        sizes = (rows * length / 2 / LENGTH for rows, length in ((2, MAX_SEQ_LEN), (MAX_ROWS, MAX_SEQ_LEN)))
+        yield Finding("limits-sized" if any(abs(times - size) < 0.05 for size in sizes) else "unknown", where)
 
 
 def _itemsize(dtypes: Sequence[str]) -> int:
