@@ -7,9 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from compileall import compile_dir
 from pathlib import Path
-from py_compile import PycInvalidationMode
 from typing import Any
 
 import pytest
@@ -30,8 +28,6 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
     """Yield a function that plants a change in the answer and returns the outcome of the probe."""
     answer, scratch = tmp_path_factory.mktemp("answer"), tmp_path_factory.mktemp("trees")
     make(answer, holes=())
-    # By the hashes of the sources, so that a copy compiles again only what is planted.
-    compile_dir(answer / "llama", quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     server = subprocess.Popen(
         [sys.executable, "-P", str(WARM)],
