@@ -77,7 +77,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         (inference, "Complete prompts with a Llama model; ", "--chat=CHAT Type: bool Default: False"),
         (hold_chat, "Hold a conversation with a Llama model, ", "--chat=CHAT Type: bool Default: True"),
-        (show_steps, "Write an HTML page that shows a text ", "--watch=WATCH Type: str | None Default: 'page.html'"),
+        (show_steps, "Write an HTML page that shows a text ", "Default: 'page.html'"),  # Python 3.14 names another type
     ],
 )
 def test_each_command_has_its_own_help(command: Callable[..., int], begins: str, flag: str) -> None:
