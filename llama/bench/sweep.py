@@ -39,10 +39,10 @@ AXES: dict[str, list[Any]] = {
 }  # fmt: skip
 SETTINGS: dict[str, type] = {
     **dict.fromkeys(("repeats", "samples", "output_len", "threads", "activations", "seed"), int),
-    **dict.fromkeys(("exact", "fast", "repack"), bool),
-    **dict.fromkeys(("device", "dtype", "logits", "quantize", "tokenizer_path"), str),
+    **dict.fromkeys(("compare", "exact", "fast", "repack"), bool),
+    **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "tokenizer_path"), str),
 }
-OF_TASK = ("repeats", "samples")  # settings that are no fields of a cell
+OF_TASK = ("repeats", "samples", "compare")  # settings that are no fields of a cell
 LOOK_EVERY = 1.0  # seconds, at a lock that another process has
 
 
@@ -79,11 +79,15 @@ class Point(NamedTuple):
 
 
 def read_plan(text: str) -> list[Point]:
-    """Return the points of a plan, group by group. Raises ValueError for a name or a value that no cell can have."""
+    """Return the points of a plan in TOML. Raises ValueError as `points_of` does."""
     try:
-        plan = tomllib.loads(text)
+        return points_of(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the plan is not TOML: {error}") from error
+
+
+def points_of(plan: Mapping[str, Any]) -> list[Point]:
+    """Return the points of a plan, group by group. Raises ValueError for a name or a value that no cell can have."""
     if unknown := plan.keys() - {*AXES, *SETTINGS}:
         raise ValueError(f"the plan has {sorted(unknown)[0]!r}; known are {', '.join([*AXES, *SETTINGS])}")
     for name, value in plan.items():
@@ -120,7 +124,7 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
     for kind in axes["kinds"]:
         if kind != OFF:
             pick_cache(kind)
-    for name in OF_TASK:
+    for name in ("repeats", "samples"):
         if settings.get(name, 1) < 1:
             raise ValueError(f"the plan has {name}={settings[name]}, which must be at least 1")
     fields = {name: value for name, value in settings.items() if name not in OF_TASK and value != "auto"}
@@ -191,8 +195,8 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
     try:
         cell = point.cell()
         if point.task == GENERATE:
-            repeats = dict(point.settings).get("repeats", 1)
-            report = measure_cell(cell, repeats=repeats, command=command, waiting=waiting)
+            given = {name: value for name, value in point.settings if name in ("repeats", "compare")}
+            report = measure_cell(cell, **given, command=command, waiting=waiting)
         else:
             report = _measure_kind(cell, *_kind_jobs(point, cell), command, waiting)
     except ValueError as why:

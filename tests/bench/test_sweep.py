@@ -108,7 +108,7 @@ REFUSED = {
     'tasks = ["taste"]': "the task 'taste'; known are generate, costs, quality, ruler, ruler:NAME,NAME and files",
     'tasks = ["ruler:vt,taste"]': "the task 'ruler:vt,taste'; known are generate, costs, quality",
     'tasks = ["absent.jsonl"]': "the task 'absent.jsonl'",
-    'speculate = "lookup"': "the plan has 'speculate'; known are",
+    "compare = 1": "must be of the type bool",
     'models = ["llama-9"]': "the model 'llama-9'; known are demo",
     'kinds = ["off"]\ntasks = ["costs"]': "no task of costs measures the kind off",
     "repeats = 0": "repeats=0, which must be at least 1",
@@ -151,6 +151,21 @@ def test_each_task_is_measured_by_the_jobs_of_the_benchmark(tmp_path: Path, monk
     assert tasks_of == [[("needle", 2)], [(str(file), 2)]]
     assert [len(one["plan"]["tasks"]) for one in (ruler, own)] == [1, 1]
     assert {row["figures"] for row in merged(reports)["rows"]} - {"check"} == {"cell", "step", "quality", "task"}
+
+
+@pytest.mark.slow  # measures a tiny model
+def test_a_plan_can_compare_texts_with_guesses_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs_here(monkeypatch, lambda kind, cell: kind)
+    model = write_checkpoint(tmp_path / "tiny", max_seq_len=256, **NATIVE_SIZES)
+    plan = f'models = ["{model}"]\nkinds = ["static"]\ncontexts = [16]\noutput_len = 40\nthreads = 1\ncompare = true\n'
+    measure_all(tmp_path, points := read_plan(plan) + read_plan(f'{plan}speculate = "lookup"'))
+    off, plain = reports = [report_at(file_of(tmp_path, point)) for point in points]
+    assert [(one["cells"][1]["kv_caching"], one["cells"][0]["speculate"]) for one in reports] == [
+        (False, None),
+        (True, "lookup"),
+    ]
+    assert [row["equal"] for one in (off, plain) for row in rows_of(one, "comparison")] == [True, True]
+    assert ["proposed" in cell_row(one, 0) for one in (off, plain)] == [False, True]
 
 
 def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> None:
