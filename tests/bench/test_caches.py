@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Do the jobs in this process, on little text, beside no other work."""
     monkeypatch.setattr(presets, "KIND_CONTEXTS", (32, LENGTH, 512))
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
+    monkeypatch.setattr(cache_kind, "BLOCK", 6)
     monkeypatch.setattr(presets, "NEEDLE_LENGTHS", (120,))
     monkeypatch.setattr(cache_kind, "samples_of", lambda *_: [Sample(TEXT[:119], " ?", ("no",), max_gen_len=3)])
     monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 10, 1, 1), (8, 4, 0, 0), (8, 0, 0, 0)))
@@ -140,6 +142,8 @@ def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Who
         assert (found["tokens"], found["top1_agreement"]) == (wanted.tokens, wanted.top1_agreement)
         assert found["mean_kl"] == pytest.approx(wanted.mean_kl, rel=1e-3, abs=1e-9)
         assert found["nll"] == pytest.approx(wanted.other_nll)
+        blocks = [wanted.other_nlls[:6], wanted.other_nlls[6:12], wanted.other_nlls[12:]]
+        assert found["nlls"] == pytest.approx([fmean(block) for block in blocks])
 
 
 def test_greedy_text_is_what_generation_writes_and_its_divergence_is_found_in_one_pass(base: Cell) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from llama.streaming import encode_prompt
 from llama.untrusted.files import TEXT_LIMIT, read_text
 
 STEPS = 8  # timed at each context, behind one that warms up
+BLOCK = 16  # scored tokens that are one sample of an interval, because neighbours in a text are alike
 OWN_TEXT = f"llama/bench/texts/{CORPUS.name}"  # the text of a plan that names no other file
 
 
@@ -125,6 +127,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
     row |= {"nll": found.other_nll, "digest": inputs_digest(model, ids)}
+    row["nlls"] = [fmean(found.other_nlls[begin : begin + BLOCK]) for begin in range(0, scored, BLOCK)]
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     size = size_of(model, cache, prompt_len, length - 1)
