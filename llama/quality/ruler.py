@@ -68,7 +68,8 @@ DRAWN: Mapping[str, tuple[str, Callable[[Source, Random], str]]] = {  # what a n
 class Needles:
     """Hides needles, each a value of a key, in a haystack, and asks for all values of some keys.
 
-    hay: prose, noise (the same sentences again and again), or needles of other keys.
+    hay: prose, noise (the same sentences again and again), or needles of other keys. at_start: in prose, all needles
+    precede the haystack.
     """
 
     hay: str
@@ -78,6 +79,7 @@ class Needles:
     n_values: int = 1
     n_queries: int = 1
     max_gen_len: int = 128
+    at_start: bool = False
 
     def __call__(self, source: Source, size: int, length: int, dice: Random) -> Sample:
         (unit, value), (_, key) = DRAWN[self.values], DRAWN[self.keys]
@@ -90,7 +92,7 @@ class Needles:
         if self.hay == "prose":
             depths = sorted(dice.sample(range(DEPTHS), len(needles)))
             hay = source.sentences(size, dice)
-            places = [len(hay) * depth // (DEPTHS - 1) for depth in depths]
+            places = [0 if self.at_start else len(hay) * depth // (DEPTHS - 1) for depth in depths]
         else:
             hay = [NOISE] * size
             if self.hay == "needles":
@@ -214,6 +216,7 @@ RULER: Mapping[str, Task] = {
 }
 TASKS: Mapping[str, Task] = {
     "needle": Task(Needles("prose", keys="cities", values="short numbers", max_gen_len=8), 0),
+    "needle_at_start": Task(Needles("prose", keys="cities", values="short numbers", max_gen_len=8, at_start=True), 0),
     **RULER,
 }
 

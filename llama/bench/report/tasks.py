@@ -33,7 +33,7 @@ def _means(report: Report) -> list[Row]:
     for context in dict.fromkeys(row["context"] for row in rows_of(report, "task")):
         of_kind: dict[int, list[Row]] = {}
         for row in rows_of(report, "task"):
-            if row["context"] == context and row["task"] != "needle" and context is not None:
+            if row["context"] == context and not row["task"].startswith("needle") and context is not None:
                 of_kind.setdefault(row["cell"], []).append(row)
         names = [[row["task"] for row in rows] for rows in of_kind.values()]
         if names and len(names[0]) > 1 and names.count(names[0]) == len(names):
