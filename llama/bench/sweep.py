@@ -38,11 +38,11 @@ AXES: dict[str, list[Any]] = {
     "models": ["demo"], "tasks": [GENERATE], "contexts": [256], "batch": [1], "kinds": [OFF, "static"],
 }  # fmt: skip
 SETTINGS: dict[str, type] = {
-    **dict.fromkeys(("repeats", "samples", "output_len", "threads", "activations", "seed"), int),
+    **dict.fromkeys(("repeats", "samples", "greedy_tokens", "output_len", "threads", "activations", "seed"), int),
     **dict.fromkeys(("compare", "exact", "fast", "repack"), bool),
     **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "tokenizer_path"), str),
 }
-OF_TASK = ("repeats", "samples", "compare")  # settings that are no fields of a cell
+OF_TASK = ("repeats", "samples", "greedy_tokens", "compare")  # settings that are no fields of a cell
 LOOK_EVERY = 1.0  # seconds, at a lock that another process has
 
 
@@ -124,9 +124,9 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
     for kind in axes["kinds"]:
         if kind != OFF:
             pick_cache(kind)
-    for name in ("repeats", "samples"):
-        if settings.get(name, 1) < 1:
-            raise ValueError(f"the plan has {name}={settings[name]}, which must be at least 1")
+    for name, least in (("repeats", 1), ("samples", 1), ("greedy_tokens", 0)):
+        if settings.get(name, least) < least:
+            raise ValueError(f"the plan has {name}={settings[name]}, which must be at least {least}")
     fields = {name: value for name, value in settings.items() if name not in OF_TASK and value != "auto"}
     for context, batch in product(axes["contexts"], axes["batch"]):
         Cell(input_len=context, batch_size=batch, **fields)
@@ -224,6 +224,7 @@ def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
     groups = kind_groups(whole, Calibration(limit, 1, 0.0, 0.0, 0.0, 1, 0.0), lambda: inf)
     jobs = [job for group in groups for job in group.jobs if job.kind == KIND_TASKS.get(point.task, "cache_task")]
     # The jobs have the plan itself. Needles at other lengths belong to other cells.
+    plan["greedy_tokens"] = min(plan["greedy_tokens"], dict(point.settings).get("greedy_tokens", AMOUNTS[0][1]))
     plan["needle_lengths"] = [length for length in plan["needle_lengths"] if length == point.context]
     names = {"costs": ["contexts"], "quality": [*plan]}.get(point.task, ["tasks"])
     return {name: plan[name] for name in names}, [job for job in jobs if job.cell.kv_cache == cell.kv_cache]

@@ -113,6 +113,7 @@ REFUSED = {
     'kinds = ["off"]\ntasks = ["costs"]': "no task of costs measures the kind off",
     "repeats = 0": "repeats=0, which must be at least 1",
     "samples = 0": "samples=0, which must be at least 1",
+    "greedy_tokens = -1": "greedy_tokens=-1, which must be at least 0",
     "repeats = 2.5": "must be of the type int",
     "exact = 1": "must be of the type bool",
     "output_len = 0": "output_len=0",
@@ -135,6 +136,7 @@ def test_each_task_is_measured_by_the_jobs_of_the_benchmark(tmp_path: Path, monk
     file.write_text('{"context": "a b c", "question": "?", "answers": ["c"], "metric": "contains_all"}\n' * 3)
     plan = f'models = ["{model}"]\ntasks = ["generate", "costs", "quality", "ruler:needle", "{file}"]\n'
     plan += 'kinds = ["off", "window:40+4"]\ncontexts = [250]\noutput_len = 4\nrepeats = 2\nsamples = 2\nthreads = 1'
+    plan += "\ngreedy_tokens = 3"
     measure_all(tmp_path, points := read_plan(plan))
     mine = "window:40+4 True"
     assert here.done == [
@@ -147,6 +149,7 @@ def test_each_task_is_measured_by_the_jobs_of_the_benchmark(tmp_path: Path, monk
     assert [row["context"] for row in rows_of(costs, "step")] == [250]
     (row,) = rows_of(quality, "quality")
     assert (row["context"], row["tokens"], row["judged"], len(row["digest"])) == (250, 125, True, 32)
+    assert row["greedy_tokens"] == 3
     tasks_of = [[(row["task"], len(row["scores"])) for row in rows_of(one, "task")] for one in (ruler, own)]
     assert tasks_of == [[("needle", 2)], [(str(file), 2)]]
     assert [len(one["plan"]["tasks"]) for one in (ruler, own)] == [1, 1]
