@@ -21,8 +21,8 @@ llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
   bench       Time and memory, with the cache and without: --preset table
   report      What the cache saves and costs here, to hand in: --minutes 5
   compare     Two results of bench, and whether a difference is shown: A B
-  sweep       The cells of a plan, on one machine or by a Slurm job array.
-  merge       One report of many results, from one machine or several.
+  sweep       The cells of a plan, here or by Slurm; merge: many results in one.
+  claim       Published claims about caches, and whether they hold here: NAME
   verify      Certify that the cache changes nothing.
   watch       A page that shows a run step by step: what is cached, what is fed.
   kinds       Kinds of cache: name, bytes, what each one does, and its paper.
@@ -48,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("compare", "main"),
     "sweep": ("sweep", "main"),
     "merge": ("sweep", "merge"),
+    "claim": ("claim", "main"),
     "verify": ("verify", "main"),
     "watch": ("inference", "show_steps"),
     "kinds": ("kinds", "main"),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from llama.untrusted.files import read_text
 
 if TYPE_CHECKING:
     from llama.bench.schema import Report
+    from llama.bench.sweep import Point
 
 _LONGEST_PLAN = 1 << 20  # bytes of a plan
 
@@ -63,10 +64,20 @@ def main(
 def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
     """Measure the i-th of n parts of a plan; return 1 if a cell of it died or was refused."""
     cores = FreeCores()  # looks while torch is loaded
-    from llama.bench.sweep import error_of, measure_points, part_of, read_plan
+    from llama.bench.sweep import part_of, read_plan
 
-    points, done = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n), 0
+    points = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n)
     cores.choose_threads(console.note)
+    failed = measure_cells(points, folder)
+    console.put(f"{folder}: {len(points) - failed} of {len(points)} cells of part {i} of {n} are done")
+    return int(failed > 0)
+
+
+def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
+    """Measure the cells that are not done, with a progress bar; return how many of all died or were refused."""
+    from llama.bench.sweep import error_of, measure_points
+
+    done = 0
     try:
         with progress_bar("cells", total=len(points), unit="cell") as bar:
             for _ in measure_points(points, folder, command=as_started(), waiting=bar.refresh):
@@ -75,9 +86,7 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
     except BaseException:
         console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
         raise
-    failed = sum(error_of(folder, point) is not None for point in points)
-    console.put(f"{folder}: {len(points) - failed} of {len(points)} cells of part {i} of {n} are done")
-    return int(failed > 0)
+    return sum(error_of(folder, point) is not None for point in points)
 
 
 def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:

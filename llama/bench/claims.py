@@ -1,0 +1,153 @@
+"""Published claims about KV caches: each is a plan of a sweep, and a rule that makes a verdict of its cells.
+
+`claims.toml` has them, and says what a rule is. Knows no folder of results: the caller finds the report of a cell.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import ge, gt, le, lt
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from llama.bench.report.tasks import mean_interval
+from llama.bench.schema import Report, Row, cell_row, differing, rows_of
+from llama.bench.statistics import LEAST_SAMPLES
+from llama.bench.sweep import Point, points_of
+from llama.bench.two_reports import ratio_interval
+
+CONFIRMED, REFUTED, NOT_DECIDED = "confirmed", "refuted", "not decided"
+BOUNDS: dict[str, Callable[[float, float], bool]] = {"below": lt, "at_most": le, "at_least": ge, "above": gt}
+# The plan of a rule without one, with the kinds of the rule.
+QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0}
+HEADS = ["llama-kv claim", "wording", "source", "confirmed if", "figure (95 % interval)", "verdict"]
+EXACT = ("bytes", ".equal")  # figures without an interval, which are the same on every machine
+BLIND = 3  # n equal samples do not show what happens in 3 / n of all: Hanley and Lippman-Hand, JAMA 1983
+
+
+class Verdict(NamedTuple):
+    """What a rule says: a word, the figure, and the ends of its 95 % interval, which are equal if it is exact."""
+
+    word: str
+    value: float
+    ends: tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """A published claim. Without a rule it cannot be judged here, and `needs` is what that would take."""
+
+    name: str
+    says: str
+    source: str
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    needs: str = ""
+
+    @property
+    def sides(self) -> list[dict[str, Any]]:
+        """The figure that is judged, and the one that it is compared with: `figure`, and what identifies its cell."""
+        given = (self.rule[name] for name in ("of", "minus", "over") if name in self.rule)
+        return [{"figure": self.rule["figure"], **side} for side in given]
+
+    @property
+    def points(self) -> list[Point]:
+        """The cells that decide it."""
+        return points_of(self.plan or {**QUALITY, "kinds": [side["kind"] for side in self.sides]}) if self.rule else []
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The name of the rule's bound, and its value."""
+        ((name, value),) = ((name, value) for name, value in self.rule.items() if name in BOUNDS)
+        return name, value
+
+    @property
+    def confirmed_if(self) -> str:
+        """The rule as text."""
+        names = [f"{side['figure']} of {_cell(side)}" for side in self.sides]
+        if len(names) > 1 and self.sides[0]["figure"] == self.sides[1]["figure"]:
+            names[1] = f"that of {_cell(self.sides[1])}"
+        how, (name, value) = "minus" if "minus" in self.rule else "over", self.bound
+        return f"{f' {how} '.join(names)} is {name.replace('_', ' ')} {value}"
+
+    def point(self, side: Mapping[str, Any]) -> Point:
+        """Return the cell of a side. Raises ValueError if it is not exactly one of the plan."""
+        where = {name: value for name, value in side.items() if name != "figure"}
+        found = [point for point in self.points if {**point._asdict(), **where} == point._asdict()]
+        if len(found) != 1:
+            raise ValueError(f"claim {self.name}: {_cell(side)} is {len(found)} cells of the plan, and must be one")
+        return found[0]
+
+
+def _cell(side: Mapping[str, Any]) -> str:
+    """Return what identifies the cell of a side, as text; a kind stands alone."""
+    return ", ".join(f"{name} {value}".removeprefix("kind ") for name, value in side.items() if name != "figure")
+
+
+def read_claims() -> dict[str, Claim]:
+    """Return all claims by name."""
+    text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
+    return {name: Claim(name, **entry) for name, entry in tomllib.loads(text).items()}
+
+
+def judge(claim: Claim, report_of: Callable[[Point], Report]) -> Verdict:
+    """Return the verdict of a claim's rule. Raises ValueError if its cells cannot be compared, or were not measured."""
+    reports = [report_of(claim.point(side)) for side in claim.sides]
+    rows = [_row(report, side) for report, side in zip(reports, claim.sides, strict=True)]
+    digests = {row.get("digest") for row in rows}
+    timed = None in digests and not claim.rule["figure"].endswith(EXACT)
+    names = differing(reports[0]["environment"], reports[-1]["environment"]) if timed else []
+    if names or len(digests) > 1:
+        raise ValueError(f"{', '.join(names) or 'the digest of weights or inputs'} differs; measure its cells again")
+    samples = [_samples(row, side) for row, side in zip(rows, claim.sides, strict=True)]
+    value, ends = _figure(claim.rule, samples[0], samples[-1])
+    name, bound = claim.bound
+    holds = [BOUNDS[name](end, bound) for end in ends]
+    return Verdict(CONFIRMED if all(holds) else NOT_DECIDED if any(holds) else REFUTED, value, ends)
+
+
+def _row(report: Report, side: Mapping[str, Any]) -> Row:
+    figures, _, column = side["figure"].partition(".")
+    rows = [row for row in rows_of(report, figures, 0) if row.get(column) is not None]
+    if len(rows) != 1:
+        raise ValueError(f"{side['figure']} of {_cell(side)} was not measured ({cell_row(report, 0)['error']})")
+    if rows[0].get("judged") is False:
+        raise ValueError(f"{_cell(side)} has dropped or compressed nothing of its text")
+    return rows[0]
+
+
+def _samples(row: Row, side: Mapping[str, Any]) -> list[float]:
+    """Return the samples of a figure: one if it is exact. Of a cell's steps, the median of a repetition is a sample."""
+    value = row[side["figure"].partition(".")[2]]
+    each = value if isinstance(value, list) else [value]
+    values = [median(one) if isinstance(one, list) else one + 0.0 for one in each]
+    if side["figure"].endswith(EXACT):
+        return values[:1]
+    if len(values) < LEAST_SAMPLES:
+        raise ValueError(f"{side['figure']} has {len(values)} samples, and an interval needs {LEAST_SAMPLES}")
+    return values
+
+
+def _figure(rule: Mapping[str, Any], a: list[float], b: list[float]) -> tuple[float, tuple[float, float]]:
+    """Return the figure of a rule and its interval; without another cell, b is a."""
+    if "over" in rule:
+        ratio = median(a) / median(b)
+        return ratio, (ratio_interval(b, a) if len(a) > 1 else None) or (ratio, ratio)
+    values = [one - other * ("minus" in rule) for one, other in zip(a, b, strict=True)]
+    mean = fmean(values)
+    low, high = mean_interval(tuple(values)) or (mean, mean)
+    if low == high and len(values) > 1:
+        return mean, (mean - BLIND / len(values), mean + BLIND / len(values))
+    return mean, (low, high)
+
+
+def as_row(claim: Claim, found: Verdict | str) -> list[str]:
+    """Return a claim as a row under HEADS. `found` is its verdict, or why there is none."""
+    row, figure = [claim.name, claim.says, claim.source], "-"
+    if not claim.rule:
+        return [*row, f"(needs {claim.needs})", figure, "not judged here"]
+    if isinstance(found, Verdict):
+        value, low, high = (f"{one:,.0f}" if one >= 1e3 else f"{one:.3g}" for one in (found.value, *found.ends))
+        figure, found = f"{value}{f' ({low} to {high})' * (low != high)}", found.word
+    return [*row, claim.confirmed_if, figure, found]

@@ -1,0 +1,54 @@
+"""The command that judges published claims about KV caches by measurements: llama-kv claim NAME."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama.cli.compare import read_result
+from llama.cli.sweep import measure_cells
+from llama.host import console
+from llama.host.cores import FreeCores
+
+if TYPE_CHECKING:
+    from llama.bench.claims import Claim, Verdict
+    from llama.bench.schema import Report
+    from llama.bench.sweep import Point
+
+
+def main(*claims: str, out: str = "results/claims") -> int:
+    """Judge published claims about KV caches by measurements on this machine; without a name, list them.
+
+    A verdict is about the model that was measured, by default the demo. The exit code is 1 if a claim has no verdict.
+
+    Args:
+        claims: Names of claims, or all.
+        out: The folder of the cells' files. Cells that are there are not measured again, and claims share them.
+    """
+    cores = FreeCores()  # looks while torch is loaded
+    from llama.bench.claims import HEADS, as_row, judge, read_claims
+    from llama.bench.report.columns import Table
+    from llama.bench.report.contents import NOISY, byline, is_noisy
+    from llama.bench.report.text import markdown
+    from llama.bench.sweep import file_of
+
+    known, setups, missing = read_claims(), dict[str, None](), 0
+    if unknown := [name for name in claims if name not in (*known, "all")]:
+        raise ValueError(f"{unknown[0]!r} is not a claim; known are all, {', '.join(known)}")
+
+    def report_of(point: "Point") -> "Report":
+        report: Report = read_result(str(file_of(Path(out), point)))
+        dtype, *setup = report["cells"][0]["dtype"], *byline(report)[:-1], f"commit {report['environment']['commit']}"
+        setups[", ".join([*setup, dtype, *[NOISY] * is_noisy(report)])] = None
+        return report
+
+    verdicts: dict[Claim, Verdict | str] = {known[name]: "" for name in (known if "all" in claims else claims) or known}
+    if claims:
+        cores.choose_threads(console.note)
+        measure_cells([*dict.fromkeys(point for claim in verdicts for point in claim.points)], Path(out))
+        for claim in (one for one in verdicts if one.rule):
+            try:
+                verdicts[claim] = judge(claim, report_of)
+            except ValueError as why:
+                verdicts[claim], missing = f"no verdict: {why}", 1
+    rows = [as_row(*one) for one in verdicts.items()]
+    console.put(markdown(Table("Claims about KV caches", HEADS, rows, [*setups])))
+    return missing
