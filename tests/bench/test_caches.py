@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fakes import write_checkpoint
+from fakes import Bytes, write_checkpoint
 from jobs_here import CEILINGS, Here, jobs_here, run_of
 
 from llama import load
 from llama.bench import plan as plan_module
 from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, choose_text, kind_groups, plan_report
+from llama.bench.presets import FEWEST, Calibration, choose_text, kind_groups, plan_report, text_plan
 from llama.bench.report.text import report_markdown
 from llama.bench.run import cache_kind, step_times, worker
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
@@ -324,6 +324,13 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     assert resumed_run(tmp_path / "out", report)[1]["plan"] == report["plan"]
     with pytest.raises(ValueError, match="nothing to resume"):
         resumed_run(tmp_path / "out", plan_report("caches", base, engines=[], kinds=["int8"], budget=60))
+
+
+def test_a_text_of_twice_the_fewest_tokens_is_enough(tmp_path: Path) -> None:
+    source: Any = SimpleNamespace(tokenizer=Bytes(), args=SimpleNamespace(max_seq_len=9999))
+    file = tmp_path / "own.txt"
+    file.write_text("a" * (2 * FEWEST - 1))  # and a BOS
+    assert text_plan(source, str(file), None)["longest"] == 2 * FEWEST
 
 
 @pytest.mark.usefixtures("here")

@@ -4,6 +4,7 @@ import mmap
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -18,10 +19,10 @@ from llama import costs
 from llama.bench.cell import Cell, read_engine
 from llama.bench.run import engines, memory, worker
 from llama.bench.run.engines import DeviceClock, LlamaEngine, Run
-from llama.bench.run.measure import make_prompts, measure
+from llama.bench.run.measure import _largest_forwards, make_prompts, measure
 from llama.bench.run.memory_ledger import predict, reserved_cache_bytes
 from llama.bench.run.models import Opened, find_model, make_cell, random_model
-from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, context_lengths, step_times
+from llama.bench.run.step_times import ENOUGH, LEAST, MOST, _more, _write_random, context_lengths, step_times
 from llama.bench.schema import Row
 from llama.fast import native_build
 from llama.fast.graph_runner import GraphRunner
@@ -632,6 +633,27 @@ def test_a_step_is_repeated_until_it_has_run_long_or_often_enough() -> None:
     assert [_more([slow] * n, model) for n in range(LEAST + 2)] == [True] * LEAST + [False] * 2
     assert _more([quick] * (MOST - 1), model)
     assert not _more([quick] * MOST, model)
+
+
+def test_hooks_that_time_a_run_leave_native_steps_as_they_are() -> None:
+    engine, runner = engine_for(CELL), object.__new__(NativeRunner)
+    engine.model.runner, runner.watch = runner, None
+    with engine._watched(Run(), [], last=1, steps=None):
+        assert runner.may_step(engine.model)
+
+
+def test_the_largest_forwards_without_a_cache_are_the_last_two() -> None:
+    seen: list[Any] = []
+    engine: Any = SimpleNamespace(run=lambda *given, **how: seen.append((given, how)))
+    _largest_forwards(Cell(input_len=2, output_len=4, kv_caching=False), engine, [[1, 2]], [[3, 4, 5, 6]])
+    assert seen == [(([[1, 2, 3, 4]], 2), {"kv_caching": False})]
+
+
+def test_random_keys_are_dropped_where_their_prompt_ends() -> None:
+    model = tiny_model(max_seq_len=64)
+    cache = model.new_cache("snapkv:8")
+    _write_random(model, cache, 40)
+    assert [set(layer.state()["counts"].flatten().tolist()) for layer in cache.layers] == [{8}] * model.args.n_layers
 
 
 def test_the_grid_goes_up_to_its_end() -> None:

@@ -282,6 +282,7 @@ def test_with_the_cache_a_step_is_fed_one_token_a_row_and_a_warm_up_stops_after_
     whole = [(3, 7)] + [(3, 1)] * (OUTPUT_LEN - 1)
     first, short, again = (engine.run(PROMPTS, OUTPUT_LEN, kv_caching=True, steps=steps) for steps in (None, 2, None))
     assert (first.fed, short.fed, again.fed, first.ids) == (whole, whole[:2], whole, again.ids)
+    assert (first.fast_forwards, first.fast_wanted) == (0, 0), "no check of a fast path that peers have not"
     assert engine.run(PROMPTS[:1], OUTPUT_LEN, kv_caching=True).fed == [(1, width) for _, width in whole]
     for run, tokens in ((first, OUTPUT_LEN), (short, 2), (engine.run(PROMPTS, 1, kv_caching=True, steps=2), 1)):
         assert_timed(run, tokens)

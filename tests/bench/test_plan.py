@@ -481,6 +481,13 @@ def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
         table(base, tmp_path, minutes=0, resume=True)
 
 
+def test_without_a_budget_the_bar_counts_everything_once(base: Cell, world: World, tmp_path: Path) -> None:
+    run = run_of(plan_report("table", base, engines=[], kinds=[], budget=None), tmp_path)
+    run._begin()
+    assert run.progress.total == pytest.approx(sum(map(run.expected, run._groups())))
+    run.progress.close()
+
+
 def test_a_duration_is_told_in_seconds_up_to_a_minute_and_a_half() -> None:
     shown = {0.4: "0 s", 89.4: "89 s", 89.999: "90 s", 90: "1.5 min", 600: "10.0 min"}
     assert {seconds: duration(seconds) for seconds in shown} == shown

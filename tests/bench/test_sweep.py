@@ -171,6 +171,12 @@ def test_a_plan_can_compare_texts_with_guesses_and_without(tmp_path: Path, monke
     assert ["proposed" in cell_row(one, 0) for one in (off, plain)] == [False, True]
 
 
+def test_a_cell_of_quality_has_needles_at_its_own_context_alone(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "tiny", max_seq_len=1024, **NATIVE_SIZES)
+    point = Point(str(model), "quality", 512, 1, "int8")
+    assert sweep._kind_jobs(point, point.cell())[0]["needle_lengths"] == [512]
+
+
 def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", max_seq_len=64, **NATIVE_SIZES)
     points = [Point(str(model), task, context, 1, "static") for task, context in (("generate", 64), ("quality", 40))]

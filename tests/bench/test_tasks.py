@@ -65,6 +65,12 @@ def test_tasks_that_cannot_be_measured_are_rejected_before_anything_runs(asked: 
         plan_tasks(source(), [file], [], 0, seed=1)
 
 
+def test_a_file_is_rejected_if_a_later_sample_is_too_long(file: str) -> None:
+    Path(file).write_text("".join(json.dumps({**LINE, "context": "a" * count}) + "\n" for count in (9, 200)))
+    with pytest.raises(ValueError, match=r"a sample has 2\d\d tokens with its longest answer"):
+        plan_tasks(source(100), [file], [], None, seed=1)
+
+
 def test_flags_of_tasks_are_those_of_the_preset_and_contexts_may_be_listed() -> None:
     defaults: dict[str, Any] = script.main.__kwdefaults__ or {}
     flags = SimpleNamespace(**{**defaults, "preset": "caches", "task": ["ruler"], "contexts": ["1024,4096", "8192"]})
