@@ -7,6 +7,7 @@ does not know text, and is for one thread.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from traceback import clear_frames
@@ -160,7 +161,9 @@ class Texts:
         if self._running is not None and (maybe_changed or self._on_step is not None):
             self._running.batch.maybe_changed = True
         with torch.inference_mode():
-            events = [*self._decoded(), *self._prompts_fed()]
+            events = self._decoded()
+            _free_frames(events)
+            events += self._prompts_fed()
         if self._running is None:
             self._drop_ended()  # of a text that has ended with its first token
         return events
@@ -176,7 +179,6 @@ class Texts:
         while stepper.pending and stepper.batch.goes_on:
             events += self._chosen(stepper, self._steps)
         self._drop_ended()
-        _free_frames(events)
         return events
 
     def _drop_ended(self) -> None:
@@ -285,9 +287,17 @@ class Texts:
 
 
 def _free_frames(events: Sequence[Event]) -> None:
-    """Drop the local variables of the calls of errors, which would keep a text's cache as long as the error."""
+    """Drop the local variables of the calls of errors and of their callers that have returned.
+
+    They would keep a text's cache as long as the error.
+    """
     for event in events:
         error: BaseException | None = event.error
         while error is not None:
             clear_frames(error.__traceback__)
+            caller = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+            with suppress(RuntimeError):  # of the first caller that still runs
+                while caller is not None:
+                    caller.clear()
+                    caller = caller.f_back
             error = error.__context__

@@ -1,5 +1,6 @@
 """llama/scheduler.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -147,6 +148,24 @@ def reused(texts: Texts, prompt: list[int], max_gen_len: int = 1) -> int:
         found = next((event.reused for event in texts.step() if event.number == number), found)
     assert texts.idle, "the text has not ended"
     return found
+
+
+def test_the_cache_of_a_text_that_fails_is_freed_before_the_next_prompt_is_fed_although_its_error_is_kept() -> None:
+    model = Remembering()
+    texts = Texts(model, rows=1, cache_bytes=70)
+    Memory.all.clear()
+    gc.disable()  # the collector would free what only a cycle holds, some time
+    try:
+        Memory.most = 0
+        texts.add([3, 1] * 18, 4, seed=0)
+        kept = [event for _ in range(3) for event in texts.step()]
+        model.broken = OSError("a disk")
+        texts.add([3, 1] * 16, 1, seed=0)
+        kept += texts.step()
+    finally:
+        gc.enable()
+    assert [event.finish for event in kept] == [None, None, None, "failed", "length"]
+    assert Memory.most < 40
 
 
 def test_ended_texts_stay_for_others_and_the_least_recently_used_leaves_first() -> None:
