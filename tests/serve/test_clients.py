@@ -58,7 +58,7 @@ def test_clients_that_come_go_stall_and_send_garbage_change_no_text_and_leave_no
         return {"prompt": prompt, "max_tokens": draw.randint(1, 60), "seed": draw.randrange(4), "logprobs": 0}
 
     with serving(rows=6, queue=10, cache_bytes=3000, check=0.1, time_limit=3.0) as served:
-        seen = crowd(served, clients=24, seconds=20, some_body=some_body, alone=alone)
+        seen = crowd(served, clients=24, seconds=20, patience=1, some_body=some_body, alone=alone)
         served.until("num_requests_running", 0)
         assert seen["wrong"] == 0
         assert min(seen[kind] for kind in (*KINDS, "compared")) > 10

@@ -42,12 +42,14 @@ def crowd(
     *,
     clients: int,
     seconds: float,
+    patience: float,
     some_body: Callable[[random.Random], dict[str, Any]],
     alone: Callable[[dict[str, Any]], Content | None],
 ) -> Counter[str]:
     """Let clients visit a server for some seconds; `alone` returns the content of a body's text alone.
 
-    Returns how many visits there were of each kind, and how many texts were compared and "wrong".
+    patience: the most seconds of a client that stalls. Returns how many visits there were of each kind, and how many
+    texts were compared and "wrong".
     """
     end = time.monotonic() + seconds
 
@@ -60,6 +62,7 @@ def crowd(
                 got = served.complete(**body, stream=draw.random() < 0.5, kv_caching=draw.random() < 0.9)
                 made = content(got)
                 seen["compared" if made else f"refused with {got.status}"] += 1
+                time.sleep(float(got.headers.get("retry-after", 0)))
                 seen["wrong"] += got.status not in (200, 429, 504) or made not in (None, alone(body))
             elif kind == "garbage":
                 data = draw.randbytes(draw.randrange(300))
@@ -67,7 +70,7 @@ def crowd(
                     connection.sendall(REQUEST + data if draw.random() < 0.5 else data)
             else:
                 connection = served.opened(**body, stream=draw.random() < 0.7)
-                time.sleep(draw.random() * (1.0 if kind == "stalled" else 0.05))
+                time.sleep(draw.random() * patience * (1.0 if kind == "stalled" else 0.05))
                 connection.close()
         return seen
 
@@ -83,13 +86,13 @@ def main() -> None:
     draw, words = random.Random(1), read_corpus().split()
 
     def some_body(number: int) -> dict[str, Any]:
-        begin, length = draw.randrange(len(words) - 200), draw.randrange(4, 100)
+        begin, length = draw.randrange(len(words) - 200), draw.randrange(4, 40)
         prompt = " ".join(words[: draw.choice([0, 0, 90])] + words[begin : begin + length])
-        how = {"max_tokens": draw.randint(1, 80), "temperature": draw.choice([0, 0.8]), "seed": number, "logprobs": 0}
+        how = {"max_tokens": draw.randint(1, 40), "temperature": draw.choice([0, 0.8]), "seed": number, "logprobs": 0}
         return {"prompt": prompt, **how}
 
     bodies = [some_body(number) for number in range(40)]
-    flags = "--threads 1 --rows 16 --queue 40 --cache_gb 0.25 --time_limit 45 --check 0.05"
+    flags = "--threads 1 --rows 16 --queue 16 --cache_gb 0.25 --time_limit 45 --check 0.05"
     with served_by_a_process(*flags.split()) as (process, served):
 
         def report() -> list[Content | None]:
@@ -103,7 +106,7 @@ def main() -> None:
 
         alone = report()
         how: dict[str, Any] = {"some_body": lambda draw: draw.choice(bodies), "alone": lambda body: alone[body["seed"]]}
-        print(crowd(served, clients=given.clients, seconds=given.seconds, **how), flush=True)
+        print(crowd(served, clients=given.clients, seconds=given.seconds, patience=20, **how), flush=True)
         print("the same texts alone:", report() == alone)
 
 
