@@ -6,7 +6,7 @@
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import ge, gt, le, lt
+from operator import eq, ge, gt, le, lt
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ from llama.bench.sweep import Point, points_of
 from llama.bench.two_reports import ratio_interval
 
 CONFIRMED, REFUTED, NOT_DECIDED = "confirmed", "refuted", "not decided"
-BOUNDS: dict[str, Callable[[float, float], bool]] = {"below": lt, "at_most": le, "at_least": ge, "above": gt}
+BOUNDS: dict[str, Callable[[float, float], bool]] = {"below": lt, "at_most": le, "equals": eq, "at_least": ge, "above": gt}
+BASE: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "threads": 1}  # of all plans
 # The plan of a rule without one, with the kinds of the rule.
 QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0}
 HEADS = ["llama-kv claim", "wording", "source", "confirmed if", "figure (95 % interval)", "verdict"]
-EXACT = ("bytes", ".equal")  # figures without an interval, which are the same on every machine
-BLIND = 3  # n equal samples do not show what happens in 3 / n of all: Hanley and Lippman-Hand, JAMA 1983
+EXACT = ("bytes", ".equal")  # figures without an interval
+BLIND = 3  # n equal scores do not show what happens in 3 / n of all: Hanley and Lippman-Hand, JAMA 1983
 
 
 class Verdict(NamedTuple):
@@ -54,7 +55,8 @@ class Claim:
     @property
     def points(self) -> list[Point]:
         """The cells that decide it."""
-        return points_of(self.plan or {**QUALITY, "kinds": [side["kind"] for side in self.sides]}) if self.rule else []
+        plan = self.plan or {**QUALITY, "kinds": [side["kind"] for side in self.sides]}
+        return points_of({**BASE, **plan}) if self.rule else []
 
     @property
     def bound(self) -> tuple[str, float]:
@@ -95,11 +97,14 @@ def judge(claim: Claim, report_of: Callable[[Point], Report]) -> Verdict:
     """Return the verdict of a claim's rule. Raises ValueError if its cells cannot be compared, or were not measured."""
     reports = [report_of(claim.point(side)) for side in claim.sides]
     rows = [_row(report, side) for report, side in zip(reports, claim.sides, strict=True)]
+    if claim.plan.get("fast") and not all("native" in row["path"] for row in rows):
+        raise ValueError("the native step did not run; `llama-kv doctor demo` and docs/speed.md say what it needs")
     digests = {row.get("digest") for row in rows}
     timed = None in digests and not claim.rule["figure"].endswith(EXACT)
     names = differing(reports[0]["environment"], reports[-1]["environment"]) if timed else []
     if names or len(digests) > 1:
-        raise ValueError(f"{', '.join(names) or 'the digest of weights or inputs'} differs; measure its cells again")
+        what = ", ".join(names) or "the digest of weights or inputs"
+        raise ValueError(f"{what} differs between its cells; give --out another folder to measure all of them again")
     samples = [_samples(row, side) for row, side in zip(rows, claim.sides, strict=True)]
     value, ends = _figure(claim.rule, samples[0], samples[-1])
     name, bound = claim.bound
@@ -111,7 +116,8 @@ def _row(report: Report, side: Mapping[str, Any]) -> Row:
     figures, _, column = side["figure"].partition(".")
     rows = [row for row in rows_of(report, figures, 0) if row.get(column) is not None]
     if len(rows) != 1:
-        raise ValueError(f"{side['figure']} of {_cell(side)} was not measured ({cell_row(report, 0)['error']})")
+        why = "; ".join([*filter(None, [cell_row(report, 0)["error"]]), *report["failures"]])
+        raise ValueError(f"{side['figure']} of {_cell(side)} was not measured ({why})")
     if rows[0].get("judged") is False:
         raise ValueError(f"{_cell(side)} has dropped or compressed nothing of its text")
     return rows[0]
@@ -137,7 +143,7 @@ def _figure(rule: Mapping[str, Any], a: list[float], b: list[float]) -> tuple[fl
     values = [one - other * ("minus" in rule) for one, other in zip(a, b, strict=True)]
     mean = fmean(values)
     low, high = mean_interval(tuple(values)) or (mean, mean)
-    if low == high and len(values) > 1:
+    if low == high and rule["figure"].startswith("task."):
         return mean, (mean - BLIND / len(values), mean + BLIND / len(values))
     return mean, (low, high)
 

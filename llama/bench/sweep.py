@@ -127,6 +127,13 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
     for name, least in (("repeats", 1), ("samples", 1), ("greedy_tokens", 0)):
         if settings.get(name, least) < least:
             raise ValueError(f"the plan has {name}={settings[name]}, which must be at least {least}")
+    if settings.get("greedy_tokens", 0) > AMOUNTS[0][1]:
+        raise ValueError(f"the plan has greedy_tokens={settings['greedy_tokens']}, which must be at most {AMOUNTS[0][1]}")
+    for name in ("compare", "speculate"):
+        if name in settings and GENERATE not in axes["tasks"]:
+            raise ValueError(f"the plan has {name}, which only the task {GENERATE} can have")
+    if "speculate" in settings and OFF in axes["kinds"]:
+        raise ValueError(f"the plan has speculate, and guesses need a cache: give kinds without {OFF}")
     fields = {name: value for name, value in settings.items() if name not in OF_TASK and value != "auto"}
     for context, batch in product(axes["contexts"], axes["batch"]):
         Cell(input_len=context, batch_size=batch, **fields)

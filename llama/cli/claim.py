@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def main(*claims: str, out: str = "results/claims") -> int:
     """Judge published claims about KV caches by measurements on this machine; without a name, list them.
 
-    A verdict is about the model that was measured, by default the demo. The exit code is 1 if a claim has no verdict.
+    A verdict is about the model that was measured, by default the demo. The exit code is 1 if a claim that
+    can be judged has no verdict.
 
     Args:
         claims: Names of claims, or all.
@@ -36,8 +37,9 @@ def main(*claims: str, out: str = "results/claims") -> int:
 
     def report_of(point: "Point") -> "Report":
         report: Report = read_result(str(file_of(Path(out), point)))
-        dtype, *setup = report["cells"][0]["dtype"], *byline(report)[:-1], f"commit {report['environment']['commit']}"
-        setups[", ".join([*setup, dtype, *[NOISY] * is_noisy(report)])] = None
+        if report["environment"]:  # a refused cell has none
+            dtype, commit = report["cells"][0]["dtype"], report["environment"]["commit"]
+            setups[", ".join([*byline(report)[:-1], f"commit {commit}", dtype, *[NOISY] * is_noisy(report)])] = None
         return report
 
     verdicts: dict[Claim, Verdict | str] = {known[name]: "" for name in (known if "all" in claims else claims) or known}

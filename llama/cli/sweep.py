@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ def main(
         try:
             _submit(file, folder, submit, tasks, option)
         except RuntimeError:  # tasks die again and again; the cells that are done have a report all the same
-            if any(folder.glob("*.json")):
+            with suppress(ValueError):  # of a folder without results; the error of the tasks counts
                 merge(str(folder), out=str(folder / "report"))
             raise
     else:

@@ -422,7 +422,8 @@
     const first = run.wrong.indexOf("1", given - 1) - given + 2;
     const wrong = run.wrong.slice(given - 1).split("1").length - 1;
     if (first < 1) return `${run.title}. All ${most} new tokens are right. KL is at most ${Math.max(...run.kl)}: rounding.`;
-    const late = first > 1 ? `The first ${first - 1} new tokens are right: a shorter test would not see the mistake. ` : "";
+    const right = first > 2 ? `first ${first - 1} new tokens are` : "first new token is";
+    const late = first > 1 ? `The ${right} right: a shorter text would not show the mistake. ` : "";
     return `${run.title}. ${late}New token ${first} is wrong. If the right text is fed all the same, ${wrong} of ${most} ` +
       `next tokens are wrong (${percent(wrong / most)}).`;
   }

@@ -149,10 +149,11 @@ def bytes_words(recording: Recording, number: int, moment: Moment) -> str:
     from_cache = _cache_bytes(recording, read)
     weights = on.bytes_read - from_cache
     often = "in both modes" if off.steps == 1 else f"once with the cache, {off.steps} times without it"
-    what = "The cache is empty before it, so nothing is read from there. After it"
+    what = "Nothing is read from the cache. After it"
     if read:
         what = f"With the cache it also reads {amount(2, from_cache)}, the keys and values of "
-        what += f"{_counted(read, 'position')}: {100 * from_cache / weights:.2g} % more bytes. For this"
+        more = 100 * from_cache / weights
+        what += f"{_counted(read, 'position')}: {more:{',.0f' if more >= 10 else '.2g'}} % more bytes. For this"
     weight, held = amount(2, weights), amount(3, on.bytes_held)
     return f"Step {number} reads the weights, {weight}, {often}. {what}, the cache occupies {held} of memory."
 
@@ -179,7 +180,8 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
     args, moment, itemsize = recording.args, recording.moments[step - 1], recording.itemsize
     end, read = moment.on.start + 1, _read(moment.on, moment.cached, 0)
     words = f"How many tokens will step {step} feed with the cache?"
-    why = f"The cache has the keys and values of all earlier tokens. Without it, all {end} tokens are fed."
+    kept = "the keys and values of all earlier tokens" if read + 1 == end else "what this kind keeps of earlier tokens"
+    why = f"The cache has {kept}. Without it, all {end} tokens are fed."
     yield _question(words, TOKENS, 1, (recording.prompt_len, end), why)
     if read + 1 == end and not recording.layout.group:  # this kind neither drops positions nor packs groups of them
         words = f"How many of the {_counted(read, 'position')} in the cache will step {step} change?"
@@ -187,8 +189,8 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
         yield _question(words, TOKENS, 0, (1, read), f"{why}only adds a key and a value to each layer.")
     token = args.n_layers * recording.layout.newest_bytes
     words = (
-        f"How many bytes are the keys and values of one token? There are {args.n_layers} layers, {args.n_heads} query "
-        f"heads, and {args.n_kv_heads} KV heads of {args.head_dim} numbers. A number takes {itemsize} bytes."
+        f"How many bytes are the keys and values of a new token? There are {args.n_layers} layers, {args.n_heads} query "
+        f"heads, and {args.n_kv_heads} KV heads of {args.head_dim} numbers. A new number takes {itemsize} bytes."
     )
     why = (
         f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {itemsize} bytes = "
@@ -207,7 +209,7 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
     pairs = end * (end + 1) // 2
     words = f"How many pairs of query and key will step {step} compute in each head without the cache?"
     why = (
-        f"Token {end} has {end} pairs, each token before it one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
+        f"Token {end} has {end} pairs, and each token before it has one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
     )
     yield _question(words, TOKENS, pairs, (end, end * end), f"{why}only the newest row is computed: {moment.cached:,}.")
 

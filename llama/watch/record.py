@@ -413,7 +413,9 @@ def sees(visible: Tensor | None, positions: Tensor | None, end: int) -> Tensor:
     heads = max(len(shown), len(place))
     shown, place = (part.repeat_interleave(heads // len(part), dim=0) for part in (shown, place))
     counts = torch.zeros(shown.shape[1], end, dtype=torch.int32, device=shown.device)
-    return counts.index_add_(1, place.flatten(), shown.int().transpose(0, 1).flatten(1)).cpu() > 0
+    for sees_key, at in zip(shown, place, strict=True):  # one head at a time: all of them are large
+        counts.index_add_(1, at, sees_key.int())
+    return counts.cpu() > 0
 
 
 def _unless_causal(mask: Tensor | None) -> tuple[tuple[int, ...], ...]:
