@@ -19,13 +19,14 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from llama import cli
 from llama.bench.statistics import percentiles
 from llama.bench.texts import read_corpus
 from llama.host.cores import threads
 
+OPENER, PATIENCE = build_opener(ProxyHandler({})), 600.0  # this machine is asked directly; seconds without a byte
 ROWS, POSITIONS, MOST = 16, 1024, 300  # texts at a time, tokens of each at most; words of a prompt, and new tokens
 
 
@@ -62,7 +63,7 @@ def answer(port: int, body: dict[str, Any]) -> Answer:
     """Send a request and read its stream. Raises ValueError for an error in it."""
     pieces, tokens, began = list[tuple[str, float]](), 0, time.perf_counter()
     url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-    with urlopen(Request(url, json.dumps(body).encode(), headers)) as response:
+    with OPENER.open(Request(url, json.dumps(body).encode(), headers), timeout=PATIENCE) as response:
         for line in response:
             if line.startswith(b"data: {"):
                 arrived, chunk = time.perf_counter() - began, json.loads(line[6:])
@@ -95,7 +96,7 @@ def started(command: Sequence[str]) -> Iterator[tuple[int, int]]:
     with subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
         try:
             while process.poll() is None:
-                with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health"):
+                with suppress(OSError), OPENER.open(f"http://127.0.0.1:{port}/health", timeout=PATIENCE):
                     break
                 time.sleep(0.1)
             else:
@@ -110,7 +111,7 @@ def figures(runs: Sequence[Run]) -> dict[str, float]:
     answers = [one for run in runs for one in run.answers]
     seconds, cpu = (sum(times) for times in zip(*(run[1:] for run in runs), strict=True))
     tokens = sum(one.tokens for one in answers)
-    first = percentiles([1e3 * one.arrivals[0] for one in answers])
+    first = percentiles([1e3 * one.arrivals[0] for one in answers if one.arrivals])
     gap = percentiles([1e3 * (b - a) for one in answers for a, b in pairwise(one.arrivals)])
     spreads = {"first": first["median"], "first p99": first["p99"], "gap": gap["median"], "gap p99": gap["p99"]}
     return {"tokens/s": tokens / seconds, "CPU ms": 1e3 * cpu / tokens, **spreads}

@@ -18,7 +18,13 @@ from llama.bench.sweep import Point, points_of
 from llama.bench.two_reports import ratio_interval
 
 CONFIRMED, REFUTED, NOT_DECIDED = "confirmed", "refuted", "not decided"
-BOUNDS: dict[str, Callable[[float, float], bool]] = {"below": lt, "at_most": le, "equals": eq, "at_least": ge, "above": gt}
+BOUNDS: dict[str, Callable[[float, float], bool]] = {
+    "below": lt,
+    "at_most": le,
+    "equals": eq,
+    "at_least": ge,
+    "above": gt,
+}
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "threads": 1}  # of all plans
 # The plan of a rule without one, with the kinds of the rule.
 QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0}

@@ -128,7 +128,9 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
         if settings.get(name, least) < least:
             raise ValueError(f"the plan has {name}={settings[name]}, which must be at least {least}")
     if settings.get("greedy_tokens", 0) > AMOUNTS[0][1]:
-        raise ValueError(f"the plan has greedy_tokens={settings['greedy_tokens']}, which must be at most {AMOUNTS[0][1]}")
+        raise ValueError(
+            f"the plan has greedy_tokens={settings['greedy_tokens']}, which must be at most {AMOUNTS[0][1]}"
+        )
     for name in ("compare", "speculate"):
         if name in settings and GENERATE not in axes["tasks"]:
             raise ValueError(f"the plan has {name}, which only the task {GENERATE} can have")

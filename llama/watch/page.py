@@ -208,9 +208,7 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
     yield _question(words, BYTES, moment.on.bytes_read, (cached, weights * end, token), why)
     pairs = end * (end + 1) // 2
     words = f"How many pairs of query and key will step {step} compute in each head without the cache?"
-    why = (
-        f"Token {end} has {end} pairs, and each token before it has one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
-    )
+    why = f"Token {end} has {end} pairs, and each token before it has one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
     yield _question(words, TOKENS, pairs, (end, end * end), f"{why}only the newest row is computed: {moment.cached:,}.")
 
 

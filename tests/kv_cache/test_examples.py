@@ -52,7 +52,7 @@ def test_invalid_parameters_of_the_last_example_are_refused_with_an_example() ->
 
 @torch.inference_mode()
 def test_the_first_example_keeps_what_the_kind_h2o_keeps() -> None:
-    """And so the contract, as that kind does."""
+    """Rows, copies and files are those of `ScoredCache`, which checks of the contract try with its other kinds."""
     model, tokens = tiny_model(max_seq_len=64), some_tokens(1, 30)
     mine, ours = model.new_cache(example("heavy_hitters:12")), model.new_cache("h2o:12")
     for start, end in ((0, 20), *((at, at + 1) for at in range(20, 30))):

@@ -163,9 +163,11 @@ NOTICED = {
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_rank_raises_if_another_one_does_not_answer(folder: Path) -> None:
     jobs = {fault: forks(ranks_child.lose_fork, folder, fault, TIMEOUT_S) for fault in NOTICED}
-    for fault, (first, second) in jobs.items():
+    for first, second in jobs.values():
         first.join(60)
+        first.kill()
         second.kill()
+    for fault, (first, _) in jobs.items():
         said = (folder / f"{fault}.0.txt").read_text("utf-8")
         assert first.exitcode == 1, said
         assert re.search(NOTICED[fault], said), said

@@ -63,7 +63,7 @@ def crowd(
                 made = content(got)
                 seen["compared" if made else f"refused with {got.status}"] += 1
                 time.sleep(float(got.headers.get("retry-after", 0)))
-                seen["wrong"] += got.status not in (200, 429, 504) or made not in (None, alone(body))
+                seen["wrong"] += got.status not in (200, 429, 504) or (made is not None and made != alone(body))
             elif kind == "garbage":
                 data = draw.randbytes(draw.randrange(300))
                 with socket.create_connection(("127.0.0.1", served.port)) as connection:

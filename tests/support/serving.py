@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def served_by_a_process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", 
     try:
         assert process.stdout is not None
         address, _, about = process.stdout.readline().partition("  ")
-        assert about.endswith(" cache; Ctrl-C ends it\n")
+        assert re.match(r"\S+, paged cache; .*Ctrl-C ends it\n$", about), (about, process.communicate(timeout=30))
         served = Served(None, None, None, int(address.rpartition(":")[2]))
         while served.ask("/health").status == 503:
             time.sleep(0.1)
@@ -177,6 +178,7 @@ def served_by_a_process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", 
             connection.close()
     finally:
         process.kill()
+        process.communicate()
 
 
 def asgi(app: App, path: str, body: bytes = b"", *, method: str = "GET", host: bytes = b"h") -> tuple[int, Any]:
