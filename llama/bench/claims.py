@@ -27,7 +27,7 @@ BOUNDS: dict[str, Callable[[float, float], bool]] = {
 }
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "threads": 1}  # of all plans
 # The plan of a rule without one, with the kinds of the rule.
-QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0}
+QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0, "fast": True}
 HEADS = ["llama-kv claim", "wording", "source", "confirmed if", "figure (95 % interval)", "verdict"]
 EXACT = ("bytes", ".equal")  # figures without an interval
 BLIND = 3  # n equal scores do not show what happens in 3 / n of all: Hanley and Lippman-Hand, JAMA 1983

@@ -189,8 +189,8 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
         yield _question(words, TOKENS, 0, (1, read), f"{why}only adds a key and a value to each layer.")
     token = args.n_layers * recording.layout.newest_bytes
     words = (
-        f"How many bytes are the keys and values of a new token? There are {args.n_layers} layers, {args.n_heads} query "
-        f"heads, and {args.n_kv_heads} KV heads of {args.head_dim} numbers. A new number takes {itemsize} bytes."
+        f"How many bytes are the keys and values of a new token? There are {args.n_layers} layers, {args.n_heads} "
+        f"query heads, and {args.n_kv_heads} KV heads of {args.head_dim} numbers. A new number takes {itemsize} bytes."
     )
     why = (
         f"2 x {args.n_layers} layers x {args.n_kv_heads} KV heads x {args.head_dim} numbers x {itemsize} bytes = "
@@ -208,8 +208,11 @@ def _questions(recording: Recording, step: int) -> Iterator[dict[str, Any]]:
     yield _question(words, BYTES, moment.on.bytes_read, (cached, weights * end, token), why)
     pairs = end * (end + 1) // 2
     words = f"How many pairs of query and key will step {step} compute in each head without the cache?"
-    why = f"Token {end} has {end} pairs, and each token before it has one less: 1 + 2 + ... + {end} = {pairs:,}. With the cache "
-    yield _question(words, TOKENS, pairs, (end, end * end), f"{why}only the newest row is computed: {moment.cached:,}.")
+    why = (
+        f"Token {end} has {end} pairs, and each token before it has one less: 1 + 2 + ... + {end} = {pairs:,}. "
+        f"With the cache only the newest row is computed: {moment.cached:,}."
+    )
+    yield _question(words, TOKENS, pairs, (end, end * end), why)
 
 
 def _counted(count: int, what: str = "token") -> str:

@@ -185,7 +185,7 @@ def test_rows_of_the_triangle_have_the_keys_that_any_layer_reads_and_none_ahead(
 def test_the_sentence_beside_the_bytes_has_the_numbers_of_the_step() -> None:
     recording = made_up(["a"] * 4, steps=12)
     said = [bytes_words(recording, number, one) for number, one in enumerate(recording.moments, 1)]
-    assert said[0].endswith("so nothing is read from there. After it, the cache occupies 4.0 kB of memory.")
+    assert said[0].endswith("Nothing is read from the cache. After it, the cache occupies 4.0 kB of memory.")
     weights = recording.moments[8].on.bytes_read - 11 * 256  # 2 layers of 128 bytes a position
     assert said[8] == (
         f"Step 9 reads the weights, {amount(2, weights)}, in both modes. With the cache it also reads 2.8 kB, the keys "
