@@ -439,7 +439,7 @@ def explain(facts: Facts, right: Facts) -> list[Finding]:
             if ((seen and error) or _end(ours) == _end(version)) and _as_far(ours, version, near)
         )
         return [Finding(next(alike, "unknown" if seen else "raises"), _observed(ours, wanted, near))]
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # not the probe's facts
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:  # not the probe's facts
         return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
 
 

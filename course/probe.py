@@ -12,6 +12,7 @@ exercise; with "versions" behind it, versions of the answer with a mistake are t
 
 import gc
 import json
+import operator
 import os
 import random
 import sys
@@ -63,8 +64,16 @@ def main(tree: str, facts: str, limits: str, trials: str = "", versions: str = "
     else:
         found |= {experiment.__name__: _guarded(experiment, tree) for experiment in EXPERIMENTS}
     partial = Path(f"{facts}.partial")
-    partial.write_text(json.dumps(found, default=str), encoding="utf-8")  # positions may be any object
+    partial.write_text(json.dumps(found, default=plain), encoding="utf-8")  # positions may be any object
     partial.replace(facts)
+
+
+def plain(value: Any) -> int | str:
+    """Return an integer of any type, such as NumPy's or a tensor of one number, as an int; any other value as text."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return str(value)
 
 
 def _limit(limits: dict[str, int]) -> None:
@@ -101,9 +110,10 @@ def tried(module: ModuleType, tree: str, *, versions: bool = False) -> Facts:
     found: Facts = {"near": module.NEAR, "trials": _guarded(experiment, tree)}
     if versions:
         found["versions"] = []
-        for form, mistake in product(getattr(module, "FORMS", ((),)), module.MISTAKES):
-            module.install(mistake, *form)
-            found["versions"].append([mistake, _guarded(experiment, tree)])
+        every = [*((name,) for name in module.MISTAKES), *getattr(module, "ALSO", ())]
+        for form, version in product(getattr(module, "FORMS", ((),)), every):
+            module.install(*version, *form)
+            found["versions"].append([version[0], _guarded(experiment, tree)])
     return found
 
 

@@ -6,5 +6,6 @@ The files run in the process of a submission (course/probe.py) and import its pa
     NEAR        how far numbers may be apart, as a share of the larger one or of 1
     MISTAKES    name -> points and title
     FORMS       names of other choices, none of them wrong, with which each mistake is tried; by default none
+    ALSO        further versions: the name of a mistake, and what `install` is given behind it; by default none
     install     puts a version of the answer with these mistakes into the package; without any, it is right
 """

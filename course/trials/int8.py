@@ -14,6 +14,8 @@ FORMS = ((), ("zero-in-the-middle",))  # the smallest number is code 0, or the m
 MISTAKES = {
     "zero-missing": (40, "Codes begin at 0 although the numbers do not: what is below their range is lost"),
     "zero-unscaled": (40, "The zero is counted in scales, and is added as if it were not"),
+    "zero-rounded": (15, "The zero is rounded to a whole number: codes do not reach both ends of the range"),
+    "zero-too-large": (30, "If a range is small beside its numbers, the zero is too large for float16"),
     "codes-signed": (40, "Codes above 127 come back as negative numbers"),
     "one-scale": (30, "All rows share one scale: rows of small numbers are lost"),
     "scale-on-wrong-axis": (30, "A scale is that of a column, not of a row"),
@@ -28,6 +30,7 @@ MISTAKES = {
     "codes-not-bytes": (15, "Codes take more than a byte each"),
     "scale-not-stored": (40, "Scales are returned as floating-point numbers, where the cache stores int16"),
 }
+ALSO = (("divided-by-zero", "at-least-1e-8"),)  # 300 / 1e-8 is too large for the zero
 
 
 def trials() -> Iterator[tuple[str, Any]]:
@@ -57,10 +60,14 @@ def trials() -> Iterator[tuple[str, Any]]:
         yield from _errors(what, x.double(), back(x, parts).double(), parts)
     x = numbers()
     yield "the mean error, in steps, of numbers from -1 to 1", _plain((back(x) - x).mean() * 127.5)
-    for number in (0.0, 300.0, -7.0):
-        x = torch.full((1, 1, 32, 32), number)
-        share = (back(x) - x).abs().max() / max(abs(number), 1) * 100
-        yield f"the error, in per cent, of rows that are {number:g} throughout", _plain(share)
+    for what, x in (
+        ("0 throughout", numbers() * 0),
+        ("300 throughout", numbers() * 0 + 300),
+        ("-7 throughout", numbers() * 0 - 7),
+        ("from 299.99 to 300.01", numbers() / 100 + 300),
+    ):
+        share = (back(x) - x).abs().max() / x.abs().max().clamp(min=1) * 100
+        yield f"the error, in per cent, of rows that are {what}", _plain(share)
     yield from _of_the_cache(numbers() * torch.where(torch.arange(32) == 3, 50, 1), numbers())
 
 
@@ -116,12 +123,17 @@ def install(*wrong: str) -> None:
             high = torch.maximum(high, -low)
             low = -high
         scale = (high - low) / levels
-        if "divided-by-zero" not in wrong:
+        if "zero-too-large" in wrong:
+            scale = scale.where(scale != 0, 1)
+        elif "divided-by-zero" not in wrong:
             scale = torch.maximum(scale, torch.maximum(high.abs(), low.abs()) * 2**-15)
+        elif "at-least-1e-8" in wrong:
+            scale = scale.clamp(min=1e-8)
         stored = scale if floats else home.short_scales(scale)
         step = scale if floats or "scale-before-rounding" in wrong else home.wide_scales(stored).to(scale.dtype)
         step = step if "divided-by-zero" in wrong else step.where(step != 0, 1)
         zero = (low + high) / 2 / step - 127.5 if "zero-in-the-middle" in wrong else low / step
+        zero = zero.round() if "zero-rounded" in wrong else zero
         zero = (zero * ("zero-missing" not in wrong)).half()
         codes = rows / step[..., None] - zero.to(rows.dtype)[..., None]
         codes = codes.floor() if "rounded-down" in wrong else codes.round()

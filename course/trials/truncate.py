@@ -20,7 +20,9 @@ MISTAKES = {
         "If a cache cannot go back to the cut, all is fed again: it may go back to a start before",
     ),
     "memory-not-freed": (10, "A text that begins anew has the memory of the one before"),
+    "not-recorded": (15, "Fields are not set before the text is fed: after a call that failed they are wrong"),
 }
+ALSO = tuple(("not-recorded", name) for name in ("_cached_len", "_logits", "_written"))  # one of them, not all
 MANY = [n % 29 for n in range(70)]
 # the kind of cache, or "off", and what is done with a session
 SESSIONS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
@@ -36,6 +38,16 @@ SESSIONS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("int8", (("feed", MANY), ("rewind", 50), ("append", [5]))),
     ("window:8+2", (("feed", MANY), ("rewind", 60), ("append", [5]))),
     ("off", (("feed", [1, 2, 3, 4]), ("append", [5]), ("rewind", 3), ("append", [6]))),
+    (
+        "static",
+        (
+            ("feed", [1, 2, 3]),
+            ("feed_by_a_failing_call", [1, 2, 3, 4, 5, 6, 7]),
+            ("feed", [1, 2, 3, 4, 5, 6, 7]),
+            ("feed_by_a_failing_call", [1, 2, 3, 4]),
+            ("append", [9]),
+        ),
+    ),
 )
 
 
@@ -59,12 +71,34 @@ def trials() -> Iterator[tuple[str, Any]]:
         session = _model(kind != "off").session(None, kv_cache="static" if kind == "off" else kind)
         done = f"a session, cache {kind}"
         for step, given in steps:
-            fed = session.fed
-            getattr(session, step)(given)
+            fed, fails = session.fed, step == "feed_by_a_failing_call"
+            _feed_by_a_failing_call(session, given) if fails else getattr(session, step)(given)
             done += f", {step}({f'{len(given)} tokens' if given == MANY else given})"
             logits = None if session.logits is None else session.logits[:3].tolist()
             found = [session.fed - fed, session.position, session.nbytes, logits]
             yield f"[tokens fed, length of the text, bytes of the cache, logits behind it] of {done}", found
+            if fails:
+                found = [session._cached_len, session._written >= len(given)]
+                yield f"[_cached_len, whether _written is at least {len(given)}] of {done}", found
+
+
+class _Stop(Exception):
+    pass
+
+
+def _feed_by_a_failing_call(session: Any, ids: list[int]) -> None:
+    """Feed a text by a call of the model that fails in the last layer, when the others have written their keys."""
+
+    def fail(*_: object) -> None:
+        raise _Stop
+
+    hook = session.model.blocks[-1].register_forward_pre_hook(fail)
+    try:
+        session.feed(ids)
+    except _Stop:
+        pass
+    finally:
+        hook.remove()
 
 
 def install(*wrong: str) -> None:
@@ -78,7 +112,9 @@ def install(*wrong: str) -> None:
             begin = self.cache.last_start(begin) if searches else begin * self.cache.truncate(begin)
         if not begin and "memory-not-freed" not in wrong:
             self._forget()
-        self._logits, self._cached_len, self._written = None, begin, max(self._written, end)
+        now = {"_cached_len": begin, "_logits": None, "_written": max(self._written, end)}
+        lost = now.keys() & {*wrong} or now if "not-recorded" in wrong else ()
+        vars(self).update({name: value for name, value in now.items() if name not in lost})
         return begin
 
     def _cut(self: Any, position: int) -> None:

@@ -9,20 +9,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from planted import plants, variants
 
 from course import grade
 from course.diagnose import explain
 from course.exercises import CACHE, EXERCISES, Exercise
 from course.make import ROOT, make
-from course.probe import tried
+from course.probe import plain, tried
 from course.sandbox import Limits, Outcome
 from llama import cli
 from llama.kv_cache import KVCache
 
 Facts = dict[str, Any]
 TRIED = [exercise for exercise in EXERCISES.values() if exercise is not CACHE]
+MISSED = {"truncate": 1, "int8": 0, "eviction": 0, "lookup": 0}  # mistakes that are reported as unknown
+PAGE = (ROOT / "docs" / "course.md").read_text("utf-8")
 
 
 def cases_of(*default: str) -> pytest.MarkDecorator:
@@ -68,7 +72,7 @@ def workbench() -> Iterator[Callable[[Exercise], Workbench]]:
 def test_right_variants_are_accused_of_nothing_and_mistakes_are_named(
     name: str, every: int, workbench: Callable[[Exercise], Workbench]
 ) -> None:
-    """19 of 20 mistakes are named. The others are reported as they were seen, and none is taken for another one."""
+    """All mistakes are named but MISSED, which are reported as they were seen; none is taken for another one."""
     exercise, tried_ones = EXERCISES[name], variants(name)[::every]
     bench = workbench(exercise)
     right = bench.facts(bench.text, versions=True)
@@ -80,7 +84,7 @@ def test_right_variants_are_accused_of_nothing_and_mistakes_are_named(
             assert variant.found, f"{variant.name} is right, and is accused: {found}"
             assert names == ["unknown"], f"{variant.name} is {variant.found}, and is taken for another: {found}"
             missed.append(variant)
-    assert len(missed) <= sum(1 for variant in tried_ones if variant.found) / 20, missed
+    assert len(missed) == MISSED[name], missed
 
 
 @cases_of("lookup", "int8")
@@ -93,18 +97,21 @@ def test_the_model_of_the_answer_is_the_answer(exercise: Exercise, workbench: Ca
         assert explain(json.loads(json.dumps(tried(bench.trials, ""))), right | {"versions": []}) == []
 
 
-def test_there_are_a_hundred_right_variants_and_a_hundred_wrong_ones() -> None:
+def test_the_page_counts_right_variants_and_wrong_ones() -> None:
     every = [variant.found for one in TRIED for variant in variants(one.name)]
-    assert every.count("") + len(plants("right.txt")) >= 100
-    assert len(every) - every.count("") + len(plants("mistakes.txt")) >= 200
+    rights, firsts = every.count("") + len(plants("right.txt")), len(plants("mistakes.txt"))
+    wrongs, missed = len(every) - every.count(""), sum(MISSED.values())
+    counts = r"tries (\d+) right solutions and (\d+) wrong ones .*? All (\d+)\s.*? (\d+) of the other (\d+)"
+    said = re.search(counts, PAGE, flags=re.DOTALL)
+    assert said is not None
+    assert [*map(int, said.groups())] == [rights, firsts + wrongs, firsts, wrongs - missed, wrongs]
 
 
 def test_every_mistake_of_an_exercise_is_planted_and_stands_in_the_docs() -> None:
-    page = (ROOT / "docs" / "course.md").read_text("utf-8")
     for one in TRIED:
         known = {*one.mistakes} - {"todo-left"}
         assert {variant.found for variant in variants(one.name)} == known | {""}
-        line = re.search(rf"^\| `{one.name}` \| .*$", page, flags=re.MULTILINE)
+        line = re.search(rf"^\| `{one.name}` \| .*$", PAGE, flags=re.MULTILINE)
         assert line is not None
         assert re.findall(r"`([a-z0-9-]+)`", line[0])[1:] == list(one.mistakes)[3:]
 
@@ -151,6 +158,12 @@ def test_a_submission_of_another_exercise_is_not_graded(tmp_path: Path) -> None:
     (tmp_path / "TASK.md").write_text(CACHE.task.read_text("utf-8"))
     outcome = grade.tried(tmp_path, Limits(), EXERCISES["lookup"])
     assert outcome == Outcome(reason="it is of another exercise: grade it with --exercise cache")
+
+
+def test_numbers_of_a_submission_may_be_of_any_type_and_size() -> None:
+    assert [plain(numpy.int64(3)), plain(torch.tensor(3)), plain(torch.tensor([3, 4]))] == [3, 3, "tensor([3, 4])"]
+    right = {"trials": {"the number": 0.5}, "near": 0.0, "versions": []}
+    assert [found.name for found in explain({"trials": {"the number": 10**400}}, right)] == ["unknown"]
 
 
 def test_an_exercise_that_is_not_known_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
