@@ -11,6 +11,7 @@ import json as json_file
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,32 +65,38 @@ def filled_rows(report: Path) -> int:
 
 
 def _beginning(path: Path) -> str:
-    """Return what a file begins with; "" if there is no such file."""
-    if path.is_symlink() or not path.is_file():
-        return ""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return file.read(TEXT_LIMIT)
+    """Return what a file begins with; "" if there is no such file, or if it cannot be read."""
+    with suppress(OSError):
+        if path.is_file() and not path.is_symlink():
+            with path.open(encoding="utf-8-sig", errors="replace") as file:
+                return file.read(TEXT_LIMIT)
+    return ""
 
 
 def tried(submission: Path, limits: Limits, exercise: Exercise) -> Outcome:
-    """Run a submission, unless its task is that of another exercise: all would be right there."""
+    """Run a submission if its task is that of the exercise: in the folder of another one all would be right."""
     title = _beginning(submission / "TASK.md").partition("\n")[0].rstrip()
-    others = [other.name for other in EXERCISES.values() if other is not exercise and other.title == title]
+    if title == exercise.title:
+        return run(submission, limits, *exercise.arguments())
+    others = [other.name for other in EXERCISES.values() if other.title == title]
     if others:
         return Outcome(reason=f"it is of another exercise: grade it with --exercise {others[0]}")
-    return run(submission, limits, *exercise.arguments())
+    wanted = f"its TASK.md does not begin with the line {exercise.title!r}"
+    return Outcome(reason=f"{wanted}: put it back, or grade the folder as another --exercise")
 
 
 def real_facts(limits: Limits, exercise: Exercise = CACHE) -> dict[str, Any]:
     """Return the facts of the real package, the answer, and of versions with a mistake.
 
-    Raises RuntimeError if it cannot run.
+    Raises RuntimeError if it cannot run, or if an error ends its trials.
     """
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         make(Path(folder), exercise, holes=())
         outcome = run(Path(folder), limits, *exercise.arguments(versions=True))
     if outcome.facts is None:
         raise RuntimeError(f"the real package does not run here: {outcome.reason}\n{outcome.printed}")
+    if error := outcome.facts.get("trials", {}).get("error"):
+        raise RuntimeError(f"the trials of the real package do not end here: {error['type']}: {error['words']}")
     return outcome.facts
 
 

@@ -153,11 +153,24 @@ def test_an_exercise_is_graded_by_its_command(
     assert found == [(0, ["todo-left"]), (100, []), (100 - mistake.points, [mistake.name])]
 
 
-def test_a_submission_of_another_exercise_is_not_graded(tmp_path: Path) -> None:
-    """All that this exercise removes would be there, and right."""
+def test_a_submission_with_the_task_of_another_exercise_or_none_is_not_graded(tmp_path: Path) -> None:
+    """All that this exercise removes would be there, and right. The last name is too long for a file system."""
     (tmp_path / "TASK.md").write_text(CACHE.task.read_text("utf-8"))
     outcome = grade.tried(tmp_path, Limits(), EXERCISES["lookup"])
     assert outcome == Outcome(reason="it is of another exercise: grade it with --exercise cache")
+    (tmp_path / "TASK.md").write_text(f"My notes\n{EXERCISES['lookup'].title}\n")
+    for folder in (tmp_path, tmp_path / "missing", tmp_path / ("x" * 300)):
+        reason = grade.tried(folder, Limits(), EXERCISES["lookup"]).reason
+        assert reason.startswith("its TASK.md does not begin with the line '# Guess tokens by looking them up': put")
+
+
+def test_an_error_in_the_trials_of_the_answer_ends_the_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All submissions with the same error would be right."""
+    facts = {"trials": {"error": {"type": "KeyError", "words": "'h2o'"}}}
+    monkeypatch.setattr(grade, "make", lambda *_, **__: None)
+    monkeypatch.setattr(grade, "run", lambda *_: Outcome(facts=facts))
+    with pytest.raises(RuntimeError, match="do not end here: KeyError: 'h2o'"):
+        grade.real_facts(Limits(), EXERCISES["eviction"])
 
 
 def test_numbers_of_a_submission_may_be_of_any_type_and_size() -> None:

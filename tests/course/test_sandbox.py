@@ -13,6 +13,7 @@ import pytest
 from tables import cases
 
 from course import grade
+from course.exercises import CACHE
 from course.make import KIT, make
 from course.sandbox import Limits, Outcome, run
 from llama import cli
@@ -55,6 +56,7 @@ HOSTILE = {
 
 def submission(folder: Path, code: str | None) -> Path:
     folder.mkdir()
+    (folder / "TASK.md").write_text(CACHE.title)
     if code is not None:
         (folder / "llama").mkdir()
         (folder / "llama" / "__init__.py").write_text(code)
