@@ -70,9 +70,10 @@ def main_of(program: str, name: str) -> Callable[..., int]:
 
 
 CURRENT = [page for page in PAGES if page not in ("docs/log.md", "CHANGELOG.md")]  # the others are of their time
+TASKS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("course/tasks/*.md")]
 
 
-@pytest.mark.parametrize("page", CURRENT)
+@pytest.mark.parametrize("page", [*CURRENT, *TASKS])
 def test_every_command_in_a_code_block_has_flags_and_values_that_exist(page: str) -> None:
     for line in commands_of((ROOT / page).read_text(encoding="utf-8")):
         program, *words = shlex.split(line)

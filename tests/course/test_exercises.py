@@ -3,7 +3,10 @@
 import importlib
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -151,6 +154,26 @@ def test_an_exercise_is_graded_by_its_command(
     assert mistake.title in capsys.readouterr().out
     found = [(one["points"], [each["name"] for each in one["mistakes"]]) for one in json.loads(written.read_text())]
     assert found == [(0, ["todo-left"]), (100, []), (100 - mistake.points, [mistake.name])]
+
+
+@cases_of()
+def test_the_commands_of_a_task_work_in_its_folder_with_the_answer(
+    exercise: Exercise, checkpoint: Path, tmp_path: Path
+) -> None:
+    """With a tiny model, where the page has the demo model."""
+    folder, file = tmp_path / "made", exercise.holes[0].file
+    make(folder, exercise)
+    (folder / file).write_text(variants(exercise.name)[0].source(exercise, (ROOT / file).read_text("utf-8")))
+    commands = re.findall(r"^ {4}\.venv/bin/python (.*)", (folder / "TASK.md").read_text("utf-8"), flags=re.MULTILINE)
+    assert commands
+    for line in commands:
+        words = shlex.split(line, comments=True)
+        words += ["--ckpt_dir", str(checkpoint), "--device=cpu"] if words[0] == "inference.py" else []
+        words += ["--max_gen_len", "8"] if "--chat" in words else []
+        command, said = [sys.executable, "-B", *words], "the\nhello\n"
+        done = subprocess.run(command, cwd=folder, input=said, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
 
 
 def test_a_submission_with_the_task_of_another_exercise_or_none_is_not_graded(tmp_path: Path) -> None:
