@@ -23,7 +23,7 @@ from llama.rows import Rows
 HAS_ONEDNN: bool = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # type: ignore[no-untyped-call]
 
 
-def wide(x: Tensor) -> Tensor:
+def widest(x: Tensor) -> Tensor:
     """Return x in float64, or in float32 on a device that has no float64 (MPS)."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llama.ops import widest
+
 # Sorting a whole vocabulary can take longer than a step of a small model, so this many tokens are sorted first.
 _CANDIDATES = 1024
 
@@ -195,8 +197,7 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Number) -> Tensor:
 
 
 def _probabilities(logits: Tensor, temperature: Number) -> Tensor:
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64  # MPS has no float64
-    logits = logits.to(wide)
+    logits = widest(logits)
     logits = logits - logits.amax(-1, keepdim=True)  # first, so that a tiny temperature cannot overflow
     return (logits / temperature).softmax(-1)
 

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "llama/locked.py": ("", ""),
     "llama/kv_cache/published.py": ("kv_cache ops rope untrusted.files untrusted.json_object", "torch"),
     "llama/kv_cache/": ("args locked ops rope rows kv_cache", "torch"),
-    "llama/sampling.py": ("", "torch"),
+    "llama/sampling.py": ("ops", "torch"),
     "llama/speculation.py": ("", ""),
     "llama/request.py": ("args kv_cache sampling speculation", "torch"),
     "llama/batch.py": ("request sampling speculation", "torch"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llama.kv_cache.attended import Attended
 from llama.kv_cache.scored import SINKS, ScoredCache
-from llama.ops import wide
+from llama.ops import widest
 from llama.rope import rotate
 from llama.untrusted.files import read_regular
 from llama.untrusted.json_object import parse_json
@@ -165,7 +165,7 @@ class ChunkKVCache(SnapKVCache, kind="chunkkv"):
         sums[-1] *= size / (size - -kv_len % size)  # the last chunk may have fewer tokens
         ranks = sums.argsort(stable=True).argsort()
         # Beside the rank of a chunk, float32 would lose scores of long prompts.
-        return ranks.repeat_interleave(size)[:kv_len] + wide(scores) / (2 * above)
+        return ranks.repeat_interleave(size)[:kv_len] + widest(scores) / (2 * above)
 
 
 class CriticalKVCache(SnapKVCache, kind="criticalkv"):
@@ -238,7 +238,7 @@ class CompactorCache(ScoredCache, kind="compactor"):
         end, keys = attended.rows.end, attended.keys[0]
         budget = self.budget(end)
         first, last = min(8, -(-budget // 3)), len(keys) - min(4, -(-budget // 6))
-        scores = wide(torch.full((keys.shape[1], len(keys)), torch.inf, device=keys.device))
+        scores = widest(torch.full((keys.shape[1], len(keys)), torch.inf, device=keys.device))
         if first < last:
             asked = self.attention_both_ways(attended, max(first, attended.rows.starts[0]), last)
             scores[:, first:last] = F.pad(asked, (last - first - asked.shape[1], 0))  # keys of earlier calls: the mean
@@ -248,7 +248,7 @@ class CompactorCache(ScoredCache, kind="compactor"):
     def leverage(self, keys: Tensor, first: int) -> Tensor:
         """Return the leverage before RoPE of keys, (kv_len, n_kv_heads, head_dim), from position `first` on."""
         cos, sin = (table[first : first + len(keys)] for table in self.rope.up_to(first + len(keys), keys.device))
-        return leverage_scores(rotate(wide(keys), (cos, -sin)).transpose(0, 1))
+        return leverage_scores(rotate(widest(keys), (cos, -sin)).transpose(0, 1))
 
     def attention_both_ways(self, attended: Attended, first: int, last: int) -> Tensor:
         """Return the z-scores of the attention between positions first .. last - 1, (n_kv_heads, keys)."""

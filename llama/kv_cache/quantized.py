@@ -16,7 +16,7 @@ from llama.args import ModelArgs
 from llama.kv_cache.contract import NativeLayout, doubled
 from llama.kv_cache.counting import CountingCache
 from llama.kv_cache.names import read_kind
-from llama.ops import wide
+from llama.ops import widest
 from llama.rope import RopeTable
 from llama.rows import Rows
 
@@ -355,7 +355,7 @@ def _unbiased(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     Clipped numbers are too small on average. Attention adds the values of many tokens: there errors of both signs
     cancel out, and one of the mean does not. Source: Vargaftik et al., EDEN, https://arxiv.org/abs/2108.08842.
     """
-    squares, products = (wide(x) * x).sum(-1), (wide(x) * codes).sum(-1)
+    squares, products = (widest(x) * x).sum(-1), (widest(x) * codes).sum(-1)
     return torch.where(products > 0, short_scales(squares / products), scale)
 
 

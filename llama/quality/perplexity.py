@@ -17,7 +17,7 @@ from torch import Tensor
 from llama.host.progress import progress_bar
 from llama.kv_cache import Cache
 from llama.model import Transformer
-from llama.ops import wide
+from llama.ops import widest
 
 CONTEXT, PROMPT_LEN = 1024, 64  # tokens of a window, and those of them that are fed in one pass before the steps
 _CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabulary of 128,256
@@ -146,7 +146,7 @@ def _log_probabilities(logits: Tensor) -> Tensor:
 
     float32 would round away small differences between two kinds of cache.
     """
-    return wide(logits).log_softmax(-1)
+    return widest(logits).log_softmax(-1)
 
 
 def compare(model: Transformer, kind: str, ids: Sequence[int], *, prompt_len: int = PROMPT_LEN) -> Comparison:
