@@ -80,9 +80,8 @@ class TextCaches:
 
     def predicted(self, requests: Collection[Request]) -> int:
         """Return the most bytes of these texts until all have ended, whenever each began."""
-        alone = [self.alone(request) for request in requests]
-        if self._by_row or not alone:
-            return sum(alone)
+        if self._by_row or not requests:
+            return sum(map(self.alone, requests))
         most = self._sizes(requests)
         # Memory behind the parts of prompts that are kept is as long for each row as for the row with the most tokens.
         largest = self._bytes(most.prompt, most.prompt + most.new) if self._keeps_parts else most.nbytes

@@ -19,7 +19,7 @@ MISTAKES = {
         15,
         "If a cache cannot go back to the cut, all is fed again: it may go back to a start before",
     ),
-    "memory-not-freed": (10, "A text that begins anew has the memory of the one before"),
+    "memory-not-freed": (10, "A text that is fed from its beginning keeps the memory of the text before it"),
     "not-recorded": (15, "Fields are not set before the text is fed: after a call that failed they are wrong"),
 }
 ALSO = tuple(("not-recorded", name) for name in ("_cached_len", "_logits", "_written"))  # one of them, not all
