@@ -112,17 +112,24 @@ class Stream(Iterator[tuple[int, str]]):
 
     def advance(self) -> tuple[int, str] | None:
         """Return the next piece, or None at the end. For callers that do not change the model between pieces."""
-        for row, text, token in self._pieces:
-            result = self.results[row]
-            result["generation"] += text
-            if token is not None:
-                result["ids"].append(token.id)
-                if "logprobs" in result:
-                    result["logprobs"].append(token.logprob)
-            result["finish_reason"] = self._rows[row].finish_reason
-            if text:
-                return row, text
-        return None
+        while (piece := self.step()) is not None and not piece[1]:
+            pass
+        return piece
+
+    def step(self) -> tuple[int, str] | None:
+        """Take at most one token, which may have no text; return its row and its piece, or None at the end."""
+        made = next(self._pieces, None)
+        if made is None:
+            return None
+        row, text, token = made
+        result = self.results[row]
+        result["generation"] += text
+        if token is not None:
+            result["ids"].append(token.id)
+            if "logprobs" in result:
+                result["logprobs"].append(token.logprob)
+        result["finish_reason"] = self._rows[row].finish_reason
+        return row, text
 
     def finish(self) -> None:
         """Generate the rest. For callers that do not change the model meanwhile."""

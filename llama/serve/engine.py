@@ -249,8 +249,8 @@ class Engine:
             result = stream.results[0]
             try:
                 with stream:
-                    for _, piece in stream:
-                        yield Update(piece, _tokens(result, job.made), fed, nbytes=0)
+                    while (made := stream.step()) is not None:  # one token: a client may leave before the next
+                        yield Update(made[1], _tokens(result, job.made), fed, nbytes=0)
                 yield Update("", _tokens(result, job.made), fed, nbytes=0, finish=result["finish_reason"])
             except Exception as error:
                 yield Update(error=Refused(str(error), 500))

@@ -213,6 +213,27 @@ def test_a_client_of_a_text_that_was_dropped_ends_no_text_of_the_next_writer() -
     assert [update.finish for update in updates] == [None, None, None, "length"]
 
 
+@table("how", [{"kv_caching": True}, {"kv_caching": False}])
+def test_a_step_makes_one_call_of_the_model_also_if_its_token_has_no_text(how: dict[str, Any]) -> None:
+    """A token may be a part of a character. Between two steps a client may leave."""
+
+    class Mute(Endless):
+        def feed(self, id: int) -> str:
+            return ""
+
+    engine = Engine(lambda: (Slow(), Mute()))
+    engine.ready.result(60)
+    engine.end()  # its calls follow here, in this thread
+    updates: list[Update] = []
+    engine._add(Job([1], 4, [], {}, **how, deliver=updates.append))
+    calls = []
+    while not updates[-1].finish:
+        engine._step()
+        calls.append(engine.model.forwards)
+    assert calls[:4] == [1, 2, 3, 4]
+    assert sum(len(update.tokens) for update in updates) == calls[-1] == 4
+
+
 def test_a_request_for_metrics_that_was_cancelled_ends_no_text() -> None:
     engine = Engine(lambda: (Slow(), Endless()))
     engine.ready.result(60)
