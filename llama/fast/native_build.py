@@ -9,8 +9,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from llama.host.files import lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +64,38 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
                 f"other users may write into {folder}, and so put their code there: run `chmod go-w` on it if it is "
                 "yours, or set LLAMA_CACHE_DIR to a folder of your own"
             )
-        loaded = _load(library) if _is_whole(library, digest) else None
+        loaded = _stored(library, digest)
         if loaded is None:
-            if library.exists():
-                logger.warning("%s is damaged; it is compiled again", library)
-            _compile(source, library, digest, defines)
-            loaded = _load(library)
+            with _locked(library):
+                loaded = _stored(library, digest)  # another process may have compiled it
+                if loaded is None:
+                    if library.exists():
+                        logger.warning("%s is damaged; it is compiled again", library)
+                    _compile(source, library, digest, defines)
+                    loaded = _load(library)
     except OSError as error:
         raise NoNativeCode(f"{library}: {error}") from error
     if loaded is None:
         raise NoNativeCode(f"{library}, compiled by {find_compiler()}, cannot be loaded")
     return loaded
+
+
+@contextmanager
+def _locked(library: Path) -> Iterator[None]:
+    """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored."""
+    path = library.with_suffix(".lock")
+    with open(path, "ab") as file:
+        with suppress(OSError):  # a file system without locks
+            lock_file(file, wait=True)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # a file that others have open cannot be deleted on Windows
+                path.unlink()
+
+
+def _stored(library: Path, digest: Path) -> ctypes.CDLL | None:
+    return _load(library) if _is_whole(library, digest) else None
 
 
 def _load(library: Path) -> ctypes.CDLL | None:

@@ -82,13 +82,16 @@ def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
 
 
-def lock_file(file: BinaryIO) -> None:
-    """Lock an open file until it is closed. Raises BlockingIOError if another process has it; Windows has no lock."""
+def lock_file(file: BinaryIO, *, wait: bool = False) -> None:
+    """Lock an open file until it is closed or its process is killed; Windows has no lock.
+
+    If another process has it, wait, or raise BlockingIOError. Raises OSError on a file system without locks.
+    """
     if sys.platform != "win32":
         import fcntl
 
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise BlockingIOError(error.errno, "another process writes it; wait for its end", file.name) from None
 

@@ -68,6 +68,28 @@ def test_a_second_call_compiles_nothing(source: Path, tmp_path: Path, monkeypatc
     assert answer(source, tmp_path / "kept") == ("42", [])
 
 
+@pytest.mark.parametrize("ends", ["compiled", "killed"])
+def test_of_processes_that_need_a_library_at_once_one_compiles_it(
+    ends: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed leaves no lock, even if its compiler goes on."""
+    slow, calls = tmp_path / "slow", tmp_path / "calls"
+    killed = f"[ $(wc -l < {calls}) = 1 ] && kill -9 $PPID && exec sleep 30 >&- 2>&-\n" if ends == "killed" else ""
+    slow.write_text(f'#!/bin/sh\necho $$ >> {calls}\n{killed}sleep 0.2\nexec {native_build.find_compiler()} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    folder = tmp_path / "kept"
+    command = [sys.executable, "-c", CHILD, str(source), str(folder)]
+    children = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = sorted(child.communicate(timeout=20)[0] for child in children)
+    assert said == ["" if ends == "killed" else "42\n", "42\n"]
+    compilers = list(map(int, calls.read_text().split()))
+    assert len(compilers) == (2 if ends == "killed" else 1)
+    if ends == "killed":
+        os.kill(compilers[0], 9)
+    assert list(folder.glob("*.lock")) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
 @pytest.mark.parametrize("damage", ["cut", "digest", "machine", "link", "writable", "pipe"])
 def test_a_damaged_library_is_compiled_again_with_a_warning(damage: str, source: Path, tmp_path: Path) -> None:

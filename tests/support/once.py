@@ -1,7 +1,6 @@
 """What all workers of a run need and one of them makes."""
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +16,7 @@ def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], str]
         shared = shared.parent
     text = shared / f"{name}.txt"
     with open(shared / f"{name}.lock", "ab") as lock:
-        while True:
-            try:
-                lock_file(lock)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
+        lock_file(lock, wait=True)
         if not text.exists():
             text.write_text(make(folders.mktemp(name)), encoding="utf-8")
     return text.read_text("utf-8")
