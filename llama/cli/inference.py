@@ -338,7 +338,7 @@ def read_prompt(file: str) -> str:
         raise ValueError(
             f"standard input has more than the limit of {PROMPT_LIMIT / 1e6:,.0f} MB for a prompt; shorten it"
         )
-    return text
+    return text.removeprefix("\ufeff")  # a byte order mark
 
 
 def check_options(

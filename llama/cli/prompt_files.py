@@ -9,6 +9,7 @@ import json
 import os
 import time
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 
 from llama.cli.prompt_lines import LONGEST, Question
 from llama.host import console
-from llama.host.files import check_writable, lock_file, replacing
+from llama.host.files import check_writable, lock_file, naming, replacing
 from llama.host.parts import own_part
 from llama.host.progress import progress_bar
 from llama.many import Writer, steady
@@ -34,12 +35,17 @@ def plan(file: str, out: str | None, part: str | None) -> tuple["Source", Path]:
         raise ValueError(f"{file} is a file of JSON lines; give --out FILE.jsonl for the answers")
     i, n = own_part(part)
     path = Path(out if n == 1 else f"{out}.{i:0{len(str(n))}}-of-{n}")
+    check_writable(path)
+    if path.exists() and path.samefile(file):
+        raise ValueError(f"--out {path} is the file of the prompts; choose another one")
     if path.exists() and not journal_of(path).exists():
         raise ValueError(f"{path} exists without {journal_of(path).name}; delete it, or choose another --out")
-    check_writable(path)
     if n > 1:
         console.note(f"part {i} of {n} is {path}")
-    return Source.of(Path(file), i, n), path
+    try:
+        return Source.of(Path(file), i, n), path
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def journal_of(out: Path) -> Path:
@@ -75,6 +81,8 @@ class Source:
                 digest.update(line)
                 while not rest.endswith(b"\n") and (rest := file.readline(LONGEST)):
                     digest.update(rest)
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)
                 if self.first <= number <= self.last and line.strip():
                     yield number, line
         if digest.hexdigest() != self.digest:
@@ -139,15 +147,17 @@ class Journal:
             yield _line(json.loads(self._file.readline())["answer"])
 
     def close(self) -> None:
-        self._file.close()
+        with naming(Path(self._file.name)):
+            self._file.close()
 
     def _note(self, record: Record, place: int) -> None:
         self._places[record["line"] - self._first] = place
         self.failed += record["times"] is None
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        self._file.write(_line(content))
-        self._file.flush()
+        with naming(Path(self._file.name)):
+            self._file.write(_line(content))
+            self._file.flush()
 
 
 def _line(content: Mapping[str, Any]) -> bytes:

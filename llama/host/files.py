@@ -58,15 +58,23 @@ def replacing(path: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     new = _beside(target)
     try:
-        yield new
-        os.replace(new, target)
-    except OSError as error:
-        if error.filename is None and error.errno is not None:  # of a write, such as on a full disk
-            error.filename = str(path)
-        raise
+        with naming(path):
+            yield new
+            os.replace(new, target)
     finally:
         with suppress(OSError):  # its folder may be gone
             new.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an OSError of a write, such as on a full disk, which names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -5,6 +5,7 @@ Knows models and text; does not know where a text comes from.
 
 import re
 import string
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,10 +145,16 @@ def read_samples(path: Path) -> list[Sample]:
     A line has `context`, `question`, `answers` (a list of texts), `metric` (a name of METRICS), and optionally
     `max_gen_len`. Raises ValueError with the number of the line, and OSError.
     """
+    try:
+        opened = open_regular(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     samples = []
-    with open_regular(path) as file:
+    with opened as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
             try:
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)
                 if len(line) > LONGEST:
                     raise ValueError(f"it has more than {LONGEST:,} bytes, the limit of a line; shorten it")
                 samples += [_sample(parse_object(line))] if line.strip() else []

@@ -52,7 +52,7 @@ def read_regular(path: Path, *, limit: int) -> bytes:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """Return the UTF-8 text of a file, with newlines as line ends.
+    """Return the UTF-8 text of a file, without a byte order mark, and with newlines as line ends.
 
     Raises ValueError for more than `limit` bytes, without reading them, and for text that is not UTF-8; OSError if the
     file cannot be opened.
@@ -68,4 +68,4 @@ def read_text(path: Path, *, limit: int) -> str:
         text = b"".join(parts).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")

@@ -447,6 +447,8 @@ def test_standard_input_is_limited_and_must_be_utf_8(command: Command, monkeypat
         monkeypatch.setattr(sys, "stdin", stdin)
         err = command.refused(main, "--prompt_file", "-", "--ckpt_dir", "not/there")
         assert f"standard input {said}" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffhello\n"))  # Windows begins texts with a byte order mark
+    assert read_prompts((), "-") == ["hello"]
 
 
 # Words with a meaning in Python, in a shell or as a float, and numbers beyond every type.

@@ -1,5 +1,6 @@
 """Files of prompts: whatever ends a run, the answers of the next one are those of a run that nothing disturbed."""
 
+import codecs
 import errno
 import json
 import os
@@ -177,12 +178,13 @@ BAD: list[tuple[Any, str]] = [
 
 
 def test_a_bad_line_has_an_error_with_its_number_and_the_others_go_on(tmp_path: Path) -> None:
-    good = b'{"prompt": [1]}\r'
+    good = b'{"prompt": [1]}\r'  # the first one begins with a byte order mark
     content = [line if isinstance(line, bytes) else json.dumps(line).encode() for line, _ in BAD]
-    job = a_job(tmp_path, b"\n".join([good, *content, b"  ", good]))
+    job = a_job(tmp_path, codecs.BOM_UTF8 + b"\n".join([good, *content, b"  ", good]))
     assert job.run(Writer(Remembering(), Ids())) == 1
     first, *made, last = map(json.loads, job.out.read_bytes().splitlines())
     assert (first["id"], last["id"], len(made)) == (1, len(BAD) + 3, len(BAD))
+    assert "text" in first
     found = [answer["error"]["message"] if "custom_id" in answer else answer["error"] for answer in made]
 
     def say(text: str) -> None:
@@ -257,6 +259,17 @@ def test_a_full_disk_ends_the_run_with_its_error_and_loses_nothing(
             answered(job)
     assert (job.out.exists(), job.journal.stat().st_size) == (False, 900)
     assert answered(job) == whole
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a full device")
+def test_an_error_of_a_full_disk_names_the_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "y.journal", a_job(tmp_path, some_lines()).source, {})
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, journal._file.fileno())
+    os.close(full)
+    for call in (lambda: journal.append({"line": 1, "times": None, "answer": {}}), journal.close):
+        with pytest.raises(OSError, match=r"No space left on device: '.*y\.journal'"):
+            call()
 
 
 def test_an_output_of_other_lines_or_settings_or_in_use_is_refused(tmp_path: Path) -> None:
@@ -354,6 +367,10 @@ def test_the_command_answers_lines_as_it_answers_prompts(checkpoint: Path, comma
         ("--out y --cache_gb nan", "--cache_gb=nan must be above 0"),
         ("--out y --part 0/3", "part 0/3 must be i/n"),
         ("--out .", "."),
+        ("--out x.jsonl", "--out x.jsonl is the file of the prompts; choose another one"),
+        ("--out link", "--out link is the file of the prompts; choose another one"),
+        ("--out /dev/null", "it is a device, not a regular file; give another name"),
+        ("--prompt_file folder.jsonl --out y", "folder.jsonl: it is a directory, not a regular file"),
         ("--prompts hello --part 1/2", "--part cannot be used without a file of JSON lines"),
     ],
 )
@@ -362,7 +379,10 @@ def test_flags_that_do_not_go_together_are_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text("{}")
-    words = flags.split() if "--prompts" in flags else ["--prompt_file", "x.jsonl", *flags.split()]
+    Path("folder.jsonl").mkdir(exist_ok=True)
+    Path("link").unlink(missing_ok=True)
+    Path("link").symlink_to("x.jsonl")
+    words = flags.split() if "--prompt" in flags else ["--prompt_file", "x.jsonl", *flags.split()]
     assert said in command.refused(main, "--ckpt_dir", "not/there", *words)
 
 

@@ -70,12 +70,13 @@ LINE: dict[str, Any] = {"context": "a b", "question": " ?", "answers": ["b"], "m
 
 def written(folder: Path, *lines: Any) -> Path:
     path = folder / "samples.jsonl"
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    content = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    path.write_text(content, encoding="utf-8")
     return path
 
 
 def test_a_file_of_samples_is_read_and_the_one_in_docs_shows_its_form(tmp_path: Path) -> None:
-    read = read_samples(written(tmp_path, LINE, "", {**LINE, "max_gen_len": 3}))
+    read = read_samples(written(tmp_path, f"\ufeff{json.dumps(LINE)}", "", {**LINE, "max_gen_len": 3}))
     assert read == [Sample("a b", " ?", ("b",), "f1", 64), Sample("a b", " ?", ("b",), "f1", 3)]
     assert {one.metric for one in read_samples(ROOT / "docs/examples/questions.jsonl")} >= {"contains", "f1", "rouge-l"}
 
@@ -109,7 +110,7 @@ def test_an_error_of_an_untrusted_file_names_the_line(
 def test_an_empty_file_and_a_directory_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no samples"):
         read_samples(written(tmp_path))
-    with pytest.raises(ValueError, match="a directory"):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}: it is a directory"):
         read_samples(tmp_path)
 
 
