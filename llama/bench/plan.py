@@ -128,7 +128,9 @@ class Run:
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
         again = sum(self.expected(group) for group in self._groups() if group.repeats)
-        self.progress.total = self.progress.n + min(once + (REPETITIONS - 1) * again, left) if left < math.inf else once
+        self.progress.total = self.progress.n + (
+            min(once + (REPETITIONS - 1) * again, left) if left < math.inf else once
+        )
         words = f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own: all of them once take"
         words += f" about {duration(once)}"
         if left < math.inf:
@@ -164,8 +166,8 @@ class Run:
     def _once(self, groups: Iterable[Group], late: list[Group] | None = None) -> list[Group]:
         """Do every group once if it fits; return all groups that are done.
 
-        The very first one is done in any case, except in a report, whose minutes are a promise. Once a group of cells
-        does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it is given.
+        The very first one of cells is done in any case, except in a report, whose minutes are a promise. Once a group
+        of cells does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it is given.
         """
         done, smallest_left_out = [], math.inf
         for group in groups:
@@ -174,7 +176,8 @@ class Run:
                 continue
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
-            first, left = not (self.report["done"] or self.is_hand_in), self.seconds_left()
+            first = group.jobs[0].of_cell and not (self.report["done"] or self.is_hand_in)
+            left = self.seconds_left()
             left /= RECORDING_SHARE if group.jobs[0].name == RECORDING else 1
             fits = self.expected(due) <= left and not (group.repeats and batch > smallest_left_out)
             if jobs and not first and not fits:

@@ -331,7 +331,7 @@ def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibrat
 
 
 def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
-    """Yield the quality of every kind, which has bytes and times too, then bytes and times by context, then tasks.
+    """Yield the tasks that the user named, the quality of every kind, and then bytes and times by context.
 
     The full cache and the first kind are a pair. All kinds have the same text, which is chosen once: as much as lets
     all of them and the shortest context fit, and if nothing does the fewest tokens that judge.
@@ -345,6 +345,7 @@ def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -
         yield Group(tuple(jobs[:2]))
         yield from (Group((job,)) for job in jobs[2:])
 
+    yield from (task_group(task, kinds, known) for task in plan["tasks"])
     shortest = len(kinds) * costs(plan["contexts"][:1])
     for amount in () if measured_rows(report, "quality") else AMOUNTS:
         choose_text(plan, amount, known.max_seq_len)
@@ -361,7 +362,6 @@ def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -
     yield from grouped(
         [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
     )
-    yield from (task_group(task, kinds, known) for task in plan["tasks"])
 
 
 def task_group(task: dict[str, Any], kinds: Sequence[tuple[int, Cell]], known: Calibration) -> Group:

@@ -284,15 +284,23 @@ def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine
     assert now[0] <= 1.2 * 60 * minutes
 
 
-def test_tasks_are_measured_for_every_kind_after_all_else(base: Cell, here: Here, tmp_path: Path) -> None:
+def test_named_tasks_are_measured_for_every_kind_before_all_else_if_they_fit(
+    base: Cell, here: Here, tmp_path: Path
+) -> None:
     file = tmp_path / "own.jsonl"
     line = {"context": "the day and the night " * 5, "question": " ?", "answers": ["a"], "metric": "contains"}
     file.write_text("".join(json.dumps({**line, "max_gen_len": n}) + "\n" for n in (2, 3)))
     report = measured(base, tmp_path, kinds=["int8"], tasks=[str(file)])
-    assert here.done[-2:] == ["cache_task static", "cache_task int8"]
+    assert here.done[2:4] == ["cache_task static", "cache_task int8"]
     rows = [row for row in rows_of(report, "task") if row["task"] == str(file)]
     assert [(row["cell"], row["context"], row["answer_lens"]) for row in rows] == [(0, None, [2, 3]), (1, None, [2, 3])]
     assert f"| {file} | as in the file | int8 |" in report_markdown(report).replace("\\", "")
+    here.done = []
+    short = measured(base, tmp_path / "short", kinds=["int8"], tasks=[str(file)], minutes=0.0001)
+    assert here.done[2:] == ["cache_quality static", "cache_quality int8"], (
+        "tasks may take hours: they never run anyway"
+    )
+    assert f"int8: {file}: no room in the budget" in short["failures"]
 
 
 def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, tmp_path: Path) -> None:
