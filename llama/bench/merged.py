@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llama.bench.cell import FULL
+from llama.bench.report.tasks import minus_full
 from llama.bench.schema import KEYS, Report, Row, cell_of, cell_row, check_setups, differing, merge, new_report
 from llama.bench.statistics import median_of, values_of
 
@@ -128,7 +129,7 @@ def _alike(one: Row, other: Row) -> bool:
 
 
 def _with_ratios(report: Report) -> list[str]:
-    """Give each row its time and its bytes over those of the full cache, and return why others have none."""
+    """Give each row its time, bytes and scores against those of the full cache, and return why others have none."""
     full: dict[tuple[Any, ...], list[Row]] = {}
     for row in _comparable(report):
         if cell_of(report, row).kv_cache == FULL and cell_of(report, row).kv_caching:
@@ -143,8 +144,12 @@ def _with_ratios(report: Report) -> list[str]:
             if least := min(reasons, key=len):
                 what = "time" if timed else "bytes"
                 why.append(f"No ratio of {what} to {FULL}, because these differ: {', '.join(least)}")
-            elif base := _value(others[reasons.index([])], timed=timed):
+                continue
+            base_row = others[reasons.index([])]
+            if base := _value(base_row, timed=timed):
                 row[name] = value / base
+            if row["figures"] == "task":
+                row |= minus_full(row, base_row)
     return why
 
 

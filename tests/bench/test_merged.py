@@ -117,6 +117,20 @@ def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -
         assert words in conflict["reading"]
 
 
+def test_scores_are_compared_sample_by_sample_with_the_full_cache_of_the_same_inputs() -> None:
+    other = {**SETUP, "machine": "b"}
+    reports = [quality_of("static", "x"), quality_of("int8", "x", other), quality_of("window:512+4", "y")]
+    for report, scores in zip(reports, ([1.0] * 20, [0.0] * 10 + [1.0] * 10, [0.0] * 20), strict=True):
+        rows_of(report, "task")[0]["scores"] = scores
+    merged_rows = rows_of(found := merged(reports), "task")
+    assert [row.get("minus_full") for row in merged_rows] == [None, [-1.0] * 10 + [0.0] * 10, None]
+    lines = [line.split(" | ") for line in report_markdown(found).splitlines() if "| needle |" in line]
+    shown = {line[1]: line[line.index("needle") :] for line in lines}
+    assert "-50.0 (-70.0 to -30.0)" in shown["int8"]
+    assert "10: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more" in shown["int8"]
+    assert not any("-100" in text for text in shown["window:512+4"]), "other inputs"
+
+
 def test_a_predicted_row_replaces_no_measured_one_and_an_error_stays() -> None:
     measured, died = report_of(STATIC), report_of(STATIC)
     rows_of(died, "cell")[0].update(seconds=[9.0], predicted=True, error="died: of memory")

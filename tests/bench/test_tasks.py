@@ -145,7 +145,8 @@ def test_a_kind_is_compared_sample_by_sample_with_the_full_cache() -> None:
 
 def test_few_samples_have_a_difference_without_interval_and_a_kind_that_did_not_act_is_not_judged() -> None:
     (_, one) = cells(with_tasks({"vt": [1.0] * 4}, {"vt": [0.0] * 4}))
-    assert one[4:7] == ["0.0", "-100.0", "4: 0, 1, 2, 3"]
+    assert one[4:7] == ["0.0", "-100.0 (too few samples)", "4: 0, 1, 2, 3"]
+    assert one[9] == "+0.0 (too few samples)"
     (_, one) = cells(with_tasks({"vt": [1.0] * 9}, {"vt": [0.0] * 9}, judged=False))
     assert one[4:7] == ["not judged"] * 3
 

@@ -11,7 +11,7 @@ from llama.bench.statistics import spread
 from llama.costs import MB
 
 NOT_MEASURED, NOT_OBSERVED, NOT_JUDGED = "not measured", "not observed", "not judged"
-NO_DIFFERENCE = "no difference shown"
+NO_DIFFERENCE, TOO_FEW = "no difference shown", "too few samples"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from llama.bench.report.cells import kind_names
-from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, least_to_most, view
+from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, Table, least_to_most, view
 from llama.bench.schema import Report, Row, rows_of
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
@@ -22,7 +22,8 @@ def task_table(report: Report) -> Table:
     full = {(row["task"], row["context"]): row for row in rows if row["cell"] == 0}
     order = {key: place for place, key in enumerate(dict.fromkeys((row["task"], row["context"]) for row in rows))}
     rows.sort(key=lambda row: (order[row["task"], row["context"]], row["cell"]))
-    shown = [_as_text(report, row, full.get((row["task"], row["context"]))) for row in rows]
+    rows = [{**row, **minus_full(row, full.get((row["task"], row["context"])))} for row in rows]
+    shown = [{**row, "kind": kind_names(report)[row["cell"]], **scores_of(row)} for row in rows]
     names = [*COLUMNS, *(f"{figure}{way}" for way in WAYS for figure in FIGURES)]
     return view("Scores of tasks", names, shown, [_note(rows)] if rows else [])
 
@@ -54,29 +55,40 @@ def _mean(rows: Sequence[Row]) -> Row:
     return mean
 
 
+def minus_full(row: Row, full: Row | None) -> dict[str, list[float]]:
+    """Return by how much the score of each sample differs from that of the full cache, a row of the same samples.
+
+    It is empty for the full cache itself, without one, and with other numbers of samples.
+    """
+    if full is None or full is row or len(full["scores"]) != len(row["scores"]):
+        return {}
+    pairs = {way: zip(row[f"scores{way}"], full[f"scores{way}"], strict=True) for way in WAYS}
+    return {f"minus_full{way}": [one - other for one, other in pair] for way, pair in pairs.items()}
+
+
 def scores_of(row: Row) -> dict[str, Any]:
-    """Return the scores of a row as text, with intervals, and the mean lengths of its answers."""
+    """Return a row as text: scores and differences with intervals, samples that lost, mean lengths of the answers."""
     shown: dict[str, Any] = {}
     for way in WAYS:
+        more, names = row.get(f"minus_full{way}"), [f"{name}{way}" for name in ("score", "difference", "lost")]
+        compared = ["-", "-"] if more is None else [_difference(more), _lost(more)]
+        figures = [_with_interval(row[f"scores{way}"]), *compared]
+        shown |= zip(names, figures if row["judged"] else [NOT_JUDGED] * 3, strict=True)
         shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
-        shown[f"score{way}"] = _with_interval(row[f"scores{way}"]) if row["judged"] else NOT_JUDGED
     return shown | ({"context": "as in the file"} if row["context"] is None else {})
 
 
-def _as_text(report: Report, row: Row, full: Row | None) -> dict[str, Any]:
-    """Return a row of the table. `full`: the row of the first kind for the same task and length."""
-    shown: dict[str, Any] = {**row, "kind": kind_names(report)[row["cell"]], **scores_of(row)}
-    for way in WAYS:
-        scores = row[f"scores{way}"]
-        shown |= dict.fromkeys((f"difference{way}", f"lost{way}"), "-" if row["judged"] else NOT_JUDGED)
-        if row["judged"] and full is not None and full is not row and len(full[f"scores{way}"]) == len(scores):
-            more = [one - other for one, other in zip(scores, full[f"scores{way}"], strict=True)]
-            ends = mean_interval(tuple(more))
-            shown[f"difference{way}"] = NO_DIFFERENCE if ends and ends[0] <= 0 <= ends[1] else _with_interval(more, "+")
-            lost = [str(number) for number, value in enumerate(more) if value < 0]
-            rest = f" and {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
-            shown[f"lost{way}"] = f"{len(lost)}: {', '.join(lost[:MOST_LOST])}{rest}" if lost else "0"
-    return shown
+def _difference(more: Sequence[float]) -> str:
+    ends = mean_interval(tuple(more))
+    if ends is None:
+        return f"{_with_interval(more, '+')} ({TOO_FEW})"
+    return NO_DIFFERENCE if ends[0] <= 0 <= ends[1] else _with_interval(more, "+")
+
+
+def _lost(more: Sequence[float]) -> str:
+    lost = [str(number) for number, value in enumerate(more) if value < 0]
+    rest = f" and {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
+    return f"{len(lost)}: {', '.join(lost[:MOST_LOST])}{rest}" if lost else "0"
 
 
 @lru_cache(maxsize=1 << 14)  # a report writes a table several times
