@@ -44,7 +44,7 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
 )
 FEWEST = AMOUNTS[-1][0]  # scored tokens that judge a kind
 RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
-TEXT_LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report: as many as fit
+TEXT_LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report, and steps of its page: as many as fit
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
 STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings, on an idle machine
@@ -136,8 +136,7 @@ def plan_report(
     if preset in ("table", "report"):
         cells = table_cells(base, engines)
         if preset == "report":
-            fed = [len(source.tokenizer.encode(one, bos=True, eos=False)) for one in prompts]
-            plan = {"prompts": [*prompts], "fed": fed}
+            plan = {"prompts": [*prompts]}
     elif preset == "caches":
         cells, plan = kind_cells(base, kinds, contexts, source.args)
         plan |= text_plan(source, text or OWN_TEXT, prompt_len)
@@ -296,19 +295,21 @@ def table_groups(report: Report, known: Calibration, left: Callable[[], float]) 
 
 
 def report_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
-    """Yield the first pair of the table, what a report shows beside the table, and the other pairs."""
-    cells, plan = cells_of(report), report["plan"]
+    """Yield the first pair of the table, the peaks and the page of a report, and the other pairs.
+
+    The texts come before: they are made where the pieces of predictions are timed.
+    """
+    cells = cells_of(report)
     first, *others = paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
     yield first
     cell = cells[0].but(logits="all")
-    for length in TEXT_LENGTHS:
-        recorded = recording_job(cell, known, most=length)
-        tokens = 3 * cell.total_len + sum(plan["fed"]) + length * sum(one + length // 2 for one in plan["fed"])
-        seconds = known.of_tokens(tokens) + length * known.many_seconds + recorded.seconds - known.of_tokens(0)
-        if seconds <= left():
+    for steps in TEXT_LENGTHS:
+        recorded = recording_job(cell, known, most=steps)
+        seconds = known.of_tokens(3 * cell.total_len) + recorded.seconds - known.of_tokens(0)
+        if 2 * seconds <= left():  # what it takes more than predicted, is lost
             break
-    options = {"prompts": plan["prompts"], "length": length, "watched": recorded.options}
-    yield Group((Job("texts, peaks and a page", "hand_in", cell, 0, seconds, options, of_cell=False),))
+    options = {"watched": recorded.options}
+    yield Group((Job("peaks and a page", "hand_in", cell, 0, seconds, options, of_cell=False),))
     yield from others
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fakes import write_checkpoint
 from jobs_here import Here, jobs_here
 
 from llama import cli
-from llama.bench import presets
+from llama.bench import plan, presets
 from llama.bench.report.contents import machine_line
 from llama.bench.report.derived import ratio_range, saved, scatter, seconds_of
 from llama.bench.report.hand_in import code_tables, published_table
@@ -19,6 +20,8 @@ from llama.bench.report.page import report_page
 from llama.bench.report.plots.pictures import figures
 from llama.bench.report.sentences import findings, headline
 from llama.bench.report.text import report_csv, report_markdown
+from llama.bench.run import worker
+from llama.bench.run.engines import LlamaEngine
 from llama.bench.schema import Report, cell_row, rows_of
 from llama.cli import benchmark_inference as script
 
@@ -193,7 +196,7 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
 ) -> None:
     here, words = tiny
     words = [word for word in words if word not in ("--input_len", "6", "--output_len", "4")]
-    monkeypatch.setattr(presets, "TEXT_LENGTHS", (4,))
+    monkeypatch.setattr(plan, "TEXT_LENGTHS", (4,))
     assert cli.run(script.hand_in, [*words, "--minutes", "0"]) == 0
     assert here.done == ["calibrate", *FOUR[:2], "hand_in", *FOUR[2:]]
     (folder,) = (tmp_path / "out").iterdir()
@@ -224,3 +227,35 @@ def test_a_report_without_time_predicts_all_cells_and_tears_no_pair(
     assert all(row["within"] >= 1.25 for row in rows_of(report, "cell"))
     assert [row["measured_bytes"] for row in rows_of(report, "peak")] == [None] * 4
     assert "4 of 4 cells are predicted (~)" in (folder / "report.md").read_text("utf-8")
+
+
+def test_the_texts_are_made_before_all_else_however_few_minutes_are_left_then(
+    tiny: tuple[Here, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, words = tiny
+    monkeypatch.setattr(plan, "TEXT_LENGTHS", (3, 2))
+    assert cli.run(script.main, ["--preset", "report", *words, "--budget", "0.3"]) == 0  # less than the files take
+    assert here.done == ["calibrate"]
+    (folder,) = (tmp_path / "out").iterdir()
+    assert (folder / "report.md").read_text("utf-8").count("| identical, ") == 4
+
+
+@pytest.mark.parametrize(("seconds", "made"), [(-1.0, []), (9.0, [8]), (50.0, [8, 16]), (300.0, [8, 32])])
+def test_texts_are_as_long_as_a_tenth_of_the_minutes_allows(
+    seconds: float, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of 8 tokens behind 4 takes 1 s, so that 16 take 3 s and 32 take 10 s."""
+    clock, lengths = [100.0], list[int]()
+
+    def both_modes(engine: Any, prompts: Any, length: int) -> Any:
+        clock[0] += 1.0
+        lengths.append(length)
+        return [{"tokens": length}]
+
+    monkeypatch.setattr(worker, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(worker, "_both_modes", both_modes)
+    engine = object.__new__(LlamaEngine)
+    engine.encode = lambda prompt: [0] * 4  # type: ignore[assignment]
+    rows = worker.continued_texts(engine, prompts=["a"], lengths=[32, 16, 8], seconds=seconds, started=100.0)
+    assert lengths == made
+    assert [row["tokens"] for row in rows] == made[-1:]

@@ -449,6 +449,13 @@ def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_re
     assert counts(report) == [2, 2, 2, 2]
 
 
+def test_a_repetition_that_the_budget_ends_is_not_listed_as_left_out(base: Cell, world: World, tmp_path: Path) -> None:
+    world.load = lambda job: 1.0 if len(world.done) < len(FOUR) else 100.0
+    report = table(base, tmp_path, minutes=20)
+    assert counts(report) == [1] * 4
+    assert report["failures"] == [f"steps at batch {batch}: no room in the budget" for batch in (1, 2)]
+
+
 def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, world: World, tmp_path: Path) -> None:
     def die_the_second_time(kind: str, cell: Cell) -> None:
         if kind == "cell" and cell.name == FOUR[0] and cell.name in world.done:

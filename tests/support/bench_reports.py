@@ -158,7 +158,7 @@ def hand_in_report(**changed: Any) -> Report:
         nbytes = (600 if on else 650) * MB
         peak: Row = {"figures": "peak", "cell": index, "kv_caching": on, "predicted_bytes": nbytes}
         made.append(peak | ({"predicted": True, "measured_bytes": None} if index else {"measured_bytes": nbytes}))
-    plan = {"prompts": [row["prompt"] for row in made[:2]], "fed": [5, 1]}
+    plan = {"prompts": [row["prompt"] for row in made[:2]]}
     cells = [Cell(**cell) for cell in whole["cells"]]
     return report_of("report", cells, [*whole["rows"], *made], plan=plan, **changed)
 

@@ -20,7 +20,7 @@ import torch
 from llama.bench.cell import Cell
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
-from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.engines import Engine, LlamaEngine
 from llama.bench.run.measure import make_prompts, measure, measure_peak
 from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
@@ -34,6 +34,8 @@ from llama.model import Transformer
 from llama.streaming import TextCodec
 from llama.watch.page import page
 from llama.watch.record import record
+
+TEXTS_SHARE = 10  # the texts of a report are longer than the shortest if they take at most a tenth of what is left
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
@@ -56,9 +58,10 @@ def describe_machine(cell: Cell) -> dict[str, Any]:
     return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype])}
 
 
-def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
+def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> dict[str, Any]:
     """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset.
 
+    texts: the arguments of `continued_texts`, whose rows come, too: a process of their own would take longer to start.
     `seconds` is the time of all of it, without that of the process to start and to end.
     """
     started = time.perf_counter()
@@ -73,13 +76,54 @@ def calibrate(cell: Cell, *, rows: int) -> dict[str, Any]:
         return [run.token_times[0] - run.started for run in runs], steps
 
     firsts, ones = steps_of(prompts[:1])
-    many = steps_of([prompt[:16] for prompt in prompts])[1] if rows > 1 else ones  # short: a step reads all weights
+    many = steps_of([prompt[:4] for prompt in prompts])[1] if rows > 1 else ones  # short: a step reads all weights
     prefill, step, steps = map(min, (firsts, ones, many))
     timed = {"max_seq_len": engine.args.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
     timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": steps}
     timed["scatter"] = max(max(each) / min(each) for each in (firsts, ones, many))
-    where = environment(torch.device(cell.device))
-    return {"model": facts, "environment": where, "timed": timed, "seconds": time.perf_counter() - started}
+    found: dict[str, Any] = {"model": facts, "environment": environment(torch.device(cell.device)), "timed": timed}
+    if texts is not None:
+        try:
+            found["rows"] = continued_texts(engine, **texts, started=started)
+        except ValueError as error:  # such as prompts that are too long for the model: the cells stand
+            found["failures"] = [f"the texts: refused: {error}"]
+    return {**found, "seconds": time.perf_counter() - started}
+
+
+def continued_texts(
+    engine: Engine, *, prompts: list[str], lengths: list[int], seconds: float, started: float
+) -> list[Row]:
+    """Return each prompt continued in both modes: by the shortest length, or by the longest that a share allows.
+
+    That is a tenth of the `seconds` that are left of those from `started` on; if none are left, there is no row.
+    """
+    assert isinstance(engine, LlamaEngine)
+    began, fed = time.perf_counter(), [len(engine.encode(prompt)) for prompt in prompts]
+    share, (*longer, shortest) = (seconds - (began - started)) / TEXTS_SHARE, lengths
+
+    def tokens(length: int) -> int:  # of the mode without the cache, which takes most of the time
+        return sum(length * (one + length // 2) for one in fed)
+
+    if share <= 0:
+        return []
+    rows = _both_modes(engine, prompts, shortest)
+    took = time.perf_counter() - began
+    fits = (length for length in longer if took * tokens(length) / tokens(shortest) <= share)
+    length = next(fits, None)
+    return rows if length is None else _both_modes(engine, prompts, length)
+
+
+def _both_modes(engine: LlamaEngine, prompts: list[str], length: int) -> list[Row]:
+    on, off = (
+        engine.model.generate(engine.tokenizer, prompts, max_gen_len=length, temperature=0.0, kv_caching=kv_caching)
+        for kv_caching in (True, False)
+    )
+    rows = list[Row]()
+    for prompt, cached, uncached in zip(prompts, on, off, strict=True):
+        texts = {"cached_text": cached["generation"], "uncached_text": uncached["generation"]}
+        equal = {"tokens": len(uncached["ids"]), "equal": cached["ids"] == uncached["ids"]}
+        rows.append({"figures": "text", "prompt": prompt, **texts, **equal})
+    return rows
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -123,26 +167,14 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
     return {"margin": first - second}
 
 
-def hand_in(cell: Cell, *, prompts: list[str], length: int, watched: dict[str, Any]) -> dict[str, Any]:
-    """Return what a report shows beside its table, all from one process, because starting one takes most of the time.
-
-    That is the peak in both modes, `length` tokens behind each prompt in both modes, and the page of a generation.
-    """
+def hand_in(cell: Cell, *, watched: dict[str, Any]) -> dict[str, Any]:
+    """Return the peak of a cell in both modes and the page of a generation, from one process, which costs less."""
     opened = open_engine(cell)
     engine, rows = opened.engine, list[Row]()
     assert isinstance(engine, LlamaEngine)
     for kv_caching in (True, False):
         rows += measure_peak(cell.but(kv_caching=kv_caching), opened)
-    model, tokenizer = engine.model, find_model(cell).tokenizer
-    on, off = (
-        model.generate(tokenizer, prompts, max_gen_len=length, temperature=0.0, kv_caching=kv_caching)
-        for kv_caching in (True, False)
-    )
-    for prompt, cached, uncached in zip(prompts, on, off, strict=True):
-        texts = {"cached_text": cached["generation"], "uncached_text": uncached["generation"]}
-        equal = {"tokens": len(uncached["ids"]), "equal": cached["ids"] == uncached["ids"]}
-        rows.append({"figures": "text", "prompt": prompt, **texts, **equal})
-    return {"rows": rows, "page": watched_page(cell, model, tokenizer, **watched)}
+    return {"rows": rows, "page": watched_page(cell, engine.model, engine.tokenizer, **watched)}
 
 
 def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
