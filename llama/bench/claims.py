@@ -120,6 +120,9 @@ def judge(claim: Claim, report_of: Callable[[Point], Report]) -> Verdict:
 
 def _row(report: Report, side: Mapping[str, Any]) -> Row:
     figures, _, column = side["figure"].partition(".")
+    for one in rows_of(report, "check", 0):
+        if one["status"] == "violated" and figures != "comparison":  # other tokens are that figure itself
+            raise ValueError(f"{_cell(side)} violates a check: {one['name']}: {one['detail']}")
     rows = [row for row in rows_of(report, figures, 0) if row.get(column) is not None]
     if len(rows) != 1:
         why = "; ".join([*filter(None, [cell_row(report, 0)["error"]]), *report["failures"]])

@@ -20,7 +20,8 @@ from llama.host.files import check_writable
 if TYPE_CHECKING:
     from llama.bench.schema import Report
 
-# Exit codes: a check is violated; a cell died or was refused; with --strict, a cell was measured under load.
+# A check is violated; a cell died or was refused; with --strict, a cell was measured under load. The exit codes of all
+# commands are in docs/benchmark_json.md.
 VIOLATED, DIED, NOISY = 3, 1, 4
 # Flags that a preset decides itself.
 OF_A_CELL = ("batch_size", "kv_caching", "repeats", "compare")

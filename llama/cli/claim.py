@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llama.cli.benchmark_inference import DIED
 from llama.cli.compare import read_result
 from llama.cli.sweep import measure_cells
 from llama.host import console
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 def main(*claims: str, out: str = "results/claims") -> int:
     """Judge published claims about KV caches by measurements on this machine; without a name, list them.
 
-    A verdict is about the model that was measured, by default the demo. The exit code is 1 if a claim that
-    can be judged has no verdict.
+    A verdict is about the model that was measured, by default the demo. The exit code is 3 if a check of a cell is
+    violated, 1 if a claim that can be judged has no verdict, and otherwise 0.
 
     Args:
         claims: Names of claims, or all.
@@ -31,7 +32,7 @@ def main(*claims: str, out: str = "results/claims") -> int:
     from llama.bench.report.text import markdown
     from llama.bench.sweep import file_of
 
-    known, setups, missing = read_claims(), dict[str, None](), 0
+    known, setups, exit_code = read_claims(), dict[str, None](), 0
     if unknown := [name for name in claims if name not in (*known, "all")]:
         raise ValueError(f"{unknown[0]!r} is not a claim; known are all, {', '.join(known)}")
 
@@ -45,12 +46,12 @@ def main(*claims: str, out: str = "results/claims") -> int:
     verdicts: dict[Claim, Verdict | str] = {known[name]: "" for name in (known if "all" in claims else claims) or known}
     if claims:
         cores.choose_threads(console.note)
-        measure_cells([*dict.fromkeys(point for claim in verdicts for point in claim.points)], Path(out))
+        exit_code = measure_cells([*dict.fromkeys(point for claim in verdicts for point in claim.points)], Path(out))
         for claim in (one for one in verdicts if one.rule):
             try:
                 verdicts[claim] = judge(claim, report_of)
             except ValueError as why:
-                verdicts[claim], missing = f"no verdict: {why}", 1
+                verdicts[claim], exit_code = f"no verdict: {why}", max(exit_code, DIED)
     rows = [as_row(*one) for one in verdicts.items()]
     console.put(markdown(Table("Claims about KV caches", HEADS, rows, [*setups])))
-    return missing
+    return exit_code

@@ -3,11 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama.cli.benchmark_inference import as_started, report_exit_code, show_report
+from llama.cli.benchmark_inference import DIED, as_started, report_exit_code, show_report
 from llama.cli.compare import read_result
 from llama.host import console
 from llama.host.cores import FreeCores
@@ -32,8 +31,8 @@ def main(
 ) -> int:
     """Measure the cells of a plan, each once, and make one report of them.
 
-    The exit code is 3 if a check is violated, 1 if a cell died or was refused, 2 for a mistake, and otherwise 0. The
-    same command continues a sweep that ended in any way.
+    The exit code is 3 if a check is violated, 1 if a cell died or was refused, 2 for a mistake, and otherwise 0; that
+    of a part is of its cells alone. The same command continues a sweep that ended in any way.
 
     Args:
         plan: A TOML file with lists: models, kinds, contexts, batch, tasks; docs/sweeps.md has the others.
@@ -47,36 +46,38 @@ def main(
         raise ValueError(f"{len(plan)} plans; give one TOML file")
     file = Path(plan[0])
     folder = Path(out) if out is not None else Path("results") / file.stem
+    exit_code = 0
     if submit is not None:
         try:
             _submit(file, folder, submit, tasks, option)
-        except RuntimeError:  # tasks die again and again; the cells that are done have a report all the same
-            with suppress(ValueError):  # of a folder without results; the error of the tasks counts
-                merge(str(folder), out=str(folder / "report"))
-            raise
+        except RuntimeError as error:  # tasks die again and again; the cells that are done have a report all the same
+            console.say(f"error: {error}")
+            exit_code = DIED
     else:
         i, n = own_part(part)
         exit_code = _measure_part(file, folder, i, n)
         if n > 1:
             return exit_code
-    return merge(str(folder), out=str(folder / "report"))
+    return max(exit_code, merge(str(folder), out=str(folder / "report")))
 
 
 def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
-    """Measure the i-th of n parts of a plan; return 1 if a cell of it died or was refused."""
+    """Measure the i-th of n parts of a plan; return its exit code, as `measure_cells`."""
     cores = FreeCores()  # looks while torch is loaded
-    from llama.bench.sweep import part_of, read_plan
+    from llama.bench.sweep import is_done, part_of, read_plan
 
     points = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n)
     cores.choose_threads(console.note)
-    failed = measure_cells(points, folder)
-    console.put(f"{folder}: {len(points) - failed} of {len(points)} cells of part {i} of {n} are done")
-    return int(failed > 0)
+    exit_code = measure_cells(points, folder)
+    done = sum(is_done(folder, point) for point in points)
+    console.put(f"{folder}: {done} of {len(points)} cells of part {i} of {n} are done")
+    return exit_code
 
 
 def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
-    """Measure the cells that are not done, with a progress bar; return how many of all died or were refused."""
-    from llama.bench.sweep import error_of, measure_points
+    """Measure the cells that are not done, with a progress bar; return the exit code of all, done before or now."""
+    from llama.bench.run.directory import read_report
+    from llama.bench.sweep import file_of, measure_points
 
     done = 0
     try:
@@ -87,7 +88,8 @@ def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
     except BaseException:
         console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
         raise
-    return sum(error_of(folder, point) is not None for point in points)
+    reports = (read_report(file_of(folder, point)) for point in points)
+    return max((DIED if report is None else report_exit_code(report) for report in reports), default=0)
 
 
 def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:

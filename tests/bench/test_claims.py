@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from bench_reports import check
 from refusals import unrefused
 
 from llama.bench.cell import Cell
@@ -123,6 +124,12 @@ def test_bytes_of_two_machines_are_compared_and_times_are_not() -> None:
         judge(Claim("x", "", "", COSTS, TIMES), _on_two_machines)
 
 
+def _violated(point: Point) -> Report:
+    report = report_of(times(0.4), point)
+    report["rows"] += [check(0, "cache", "it was off", "violated")] * (point.kind == "static")
+    return report
+
+
 def test_what_cannot_be_compared_has_no_verdict() -> None:
     lossless = quality(0.0)
     lossless["int4"]["judged"] = False
@@ -132,6 +139,7 @@ def test_what_cannot_be_compared_has_no_verdict() -> None:
         (lambda: verdict(QUALITY, lossless), "int4 has dropped or compressed nothing"),
         (lambda: verdict(TIMES, few, COSTS), "step.step_seconds has 4 samples, and an interval needs 5"),
         (lambda: verdict(other, times(0.4), COSTS), "step.x of int4 was not measured"),
+        (lambda: judge(Claim("x", "", "", COSTS, TIMES), _violated), "static violates a check: cache: it was off"),
         (lambda: verdict(nowhere, times(0.4), COSTS), "is 2 cells of the plan, and must be one"),
     ]
     assert unrefused(refused) == []
@@ -140,7 +148,8 @@ def test_what_cannot_be_compared_has_no_verdict() -> None:
 def test_the_command_judges_cells_that_are_there_and_lists_claims(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llama.cli.claim.measure_cells", lambda points, folder: measured.extend(points))
+    codes = iter([0, 1, 3])
+    monkeypatch.setattr("llama.cli.claim.measure_cells", lambda points, _: measured.extend(points) or next(codes))
     measured: list[Point] = []
     for point in CLAIMS["int4-lossless"].points:
         write_json(report_of(quality(0.01), point), file_of(tmp_path, point))
@@ -156,6 +165,7 @@ def test_the_command_judges_cells_that_are_there_and_lists_claims(
         write_json(report, file_of(tmp_path, point))
     assert main("int8-doubles", out=str(tmp_path)) == 1
     assert "no verdict: step.step_seconds of int8 was not measured (refused: too long)" in capsys.readouterr().out
+    assert main("int4-lossless", out=str(tmp_path)) == 3, "a check of a cell is violated"
     assert main() == 0
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in CLAIMS)

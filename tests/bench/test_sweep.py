@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sweep_task
+from bench_reports import check
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import jobs_here
 from refusals import unrefused
@@ -22,8 +23,9 @@ from llama.bench.compare import OtherSetup
 from llama.bench.merged import merged
 from llama.bench.report.files import write_report
 from llama.bench.run.directory import read_report
-from llama.bench.schema import Report, cell_row, rows_of
+from llama.bench.schema import Report, Row, Status, cell_row, rows_of
 from llama.bench.sweep import Point, file_of, is_done, measure_points, part_of, read_plan
+from llama.cli import sweep as command
 from llama.host.files import lock_file
 
 PLAN = """
@@ -43,11 +45,13 @@ class Counted:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.error: str | None = None
+        self.checks: list[Row] = []
 
     def __call__(self, point: Point, **_: Any) -> Report:
         self.done.append(point.kind)
         report = sweep_task.report_of(point)
         cell_row(report, 0)["error"] = self.error
+        report["rows"] += self.checks
         return report
 
 
@@ -213,6 +217,19 @@ def test_a_cell_is_measured_once_and_again_if_its_file_is_torn_or_it_died(tmp_pa
     measure_all(tmp_path)
     measure_all(tmp_path)
     assert counted.done[3:] == ["off", "static"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"), [(None, "ok", 0), ("refused: long", "ok", 1), (None, "violated", 3)]
+)
+def test_a_part_and_the_whole_have_the_exit_code_of_their_cells(
+    tmp_path: Path, counted: Counted, error: str | None, status: Status, code: int
+) -> None:
+    counted.error, counted.checks = error, [check(0, "cache", "it was off", status)]
+    (plan := tmp_path / "plan.toml").write_text("contexts = [64, 65]")
+    for part in ("1/2", "2/2", "1/1"):
+        assert command.main(str(plan), out=str(tmp_path / "out"), part=part) == code
+    assert len(counted.done) == 4, "each cell once"
 
 
 @pytest.mark.usefixtures("counted")
