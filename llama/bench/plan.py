@@ -16,10 +16,9 @@ from llama.bench.compare import add_note, add_result, compare_engines, compare_p
 from llama.bench.noise import judge_noise
 from llama.bench.presets import GROUPS, RECORDING, TEXT_LENGTHS, Calibration, Group, Job, cells_of, recording_job
 from llama.bench.report.derived import scatter
-from llama.bench.report.files import keep_steps, steps_of, write_json
+from llama.bench.report.files import RESULTS, keep_steps, steps_of, write_json
 from llama.bench.report.sentences import findings
 from llama.bench.run.cache_kind import predicted_kind
-from llama.bench.run.directory import RESULTS
 from llama.bench.run.engines import Source
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_peak, predicted_rows

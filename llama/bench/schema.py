@@ -7,7 +7,7 @@ stands for what was not measured. docs/benchmark_json.md lists which row has whi
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from llama.bench.cell import Cell
 from llama.host.machine import Ceilings
@@ -47,7 +47,7 @@ class Report(TypedDict):
     """A run of the benchmark. `cells` are what was asked for, `plan` what the preset measures beside them.
 
     `done` counts the repetitions of each job by its name. `reading` is what follows from the figures, in sentences;
-    `failures` is what was not measured, and why.
+    `failures` is what was not measured, and why. `files` are digests of the files beside the results, as written.
     """
 
     schema: str
@@ -63,6 +63,7 @@ class Report(TypedDict):
     ceilings: Ceilings | None
     reading: list[str]
     failures: list[str]
+    files: NotRequired[dict[str, str]]
     rows: list[Row]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.report.contents import NOISY, is_noisy
+from llama.bench.report.files import RESULTS
 from llama.bench.report.text import markdown
-from llama.bench.run.directory import RESULTS
 from llama.bench.schema import SCHEMA
 from llama.bench.statistics import LEAST_SAMPLES
 from llama.bench.two_reports import WORSE, comparison_table, differences, figures

@@ -118,8 +118,14 @@ def merge(*results: str, out: str = "merged") -> int:
         out: The folder of the report.
     """
     from llama.bench.merged import merged
-    from llama.bench.report.files import write_report
+    from llama.bench.report.files import RESULTS, write_report
+    from llama.bench.run.directory import read_report
 
+    there = read_report(Path(out) / RESULTS)
+    if there is not None and there["preset"] != "merged":
+        raise ValueError(
+            f"{out} has a measured {there['preset']}, which a merge would replace; give --out another folder"
+        )
     try:
         report = merged(_different(results), command=as_started())
     except (KeyError, TypeError, IndexError, AttributeError) as error:

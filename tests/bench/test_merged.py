@@ -15,8 +15,8 @@ from sweep_task import SETUP, report_of
 
 from llama.bench.cell import Cell
 from llama.bench.merged import merged
+from llama.bench.report.files import RESULTS
 from llama.bench.report.text import report_csv, report_markdown
-from llama.bench.run.directory import RESULTS
 from llama.bench.schema import Report, cell_row, rows_of
 from llama.bench.sweep import Point
 from llama.cli.compare import main
@@ -190,10 +190,15 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "a.json").write_text('{"schema": ')
+    measured = saved(tmp_path / "run" / RESULTS, table_report())
     of_two = saved(tmp_path / "two.json", merged([report_of(STATIC), report_of(INT8, {**SETUP, "machine": "b"})]))
     calls: list[tuple[Callable[[], object], str]] = [
         *((partial(command, of_two, of_two), "merged from 2 setups; give the results") for command in (merge, main)),
         (lambda: merge(), "no cell; give results"),
+        (
+            lambda: merge(measured, out=str(Path(measured).parent)),
+            "run has a measured table, which a merge would replace",
+        ),
         (lambda: merge(str(tmp_path / "empty")), "has no .json file"),
         (lambda: merge(str(tmp_path / "torn")), "a.json: "),
         (lambda: merge(saved(tmp_path / "old.json", {**report_of(STATIC), "schema": "x"})), "its schema is 'x'"),

@@ -679,6 +679,28 @@ def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> Non
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_an_edited_file_stays_and_the_new_one_has_a_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    report = caches_report(["static", "int8"])
+    md = tmp_path / "report.md"
+    write_report(report, tmp_path)
+    write_report(report, tmp_path)
+    assert (caplog.text, list(tmp_path.glob("*-2.*"))) == ("", []), "files that nobody edited are replaced"
+    for name, words in (("report.md", "In my own words: it remembers."), ("table.csv", "a;b"), ("plots/kinds.png", "")):
+        (tmp_path / name).write_text(words, "utf-8")
+        report["command"] += " --resume"
+        paths = write_report(json.loads(json.dumps({**report, "files": {}})), tmp_path)  # as a new merge has none
+        assert (tmp_path / name).read_text("utf-8") == words
+        new = tmp_path / re.sub(r"(\.\w+)$", r"-2\1", name)
+        assert new in paths
+        assert f"{tmp_path / name} was edited, so it stays as it is; the new one is {new}" in caplog.text
+    assert md.with_stem("report-2").read_text("utf-8") == report_markdown(report, ["kinds"]), "the newest"
+    md.with_stem("report-2").write_text("also mine")
+    (tmp_path / "results.json").write_text("{")  # torn: nothing shows who wrote the files
+    write_report(report, tmp_path)
+    assert md.with_stem("report-2").read_text() == "also mine"
+    assert md.with_stem("report-3").read_text("utf-8") == report_markdown(report, ["kinds"])
+
+
 LOOK = """<iframe width="%s" height="900" srcdoc="%s"></iframe><script>
 addEventListener("load", () => {
   const page = document.querySelector("iframe").contentDocument;

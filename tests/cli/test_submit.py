@@ -15,7 +15,7 @@ import sweep_task
 from fakes import NATIVE_SIZES, write_checkpoint
 from refusals import unrefused
 
-from llama.bench.run.directory import RESULTS
+from llama.bench.report.files import RESULTS
 from llama.cli import submit
 from llama.cli.submit import run_parts
 from llama.cli.sweep import main as sweep

@@ -1,6 +1,10 @@
 """A report as files in a folder: for people, for spreadsheets and for programs."""
 
+import hashlib
 import json
+import logging
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 from llama.bench.report.page import report_page
@@ -10,25 +14,55 @@ from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import replace_file
 
-STEPS_FILE = "watch.html"
+RESULTS, STEPS_FILE = "results.json", "watch.html"
+logger = logging.getLogger(__name__)
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
     """Write report.md, table.csv, results.json, report.html and plots/*.png; return all paths in the folder.
 
-    Each file is replaced as a whole. Raises ValueError before anything is written if a figure is not a number, and
-    OSError if the folder cannot be written.
+    Each file is replaced as a whole, unless it was edited since it was written: then it stays, a number is put behind
+    the name of the new one, and the log says so. The report gets the digests that show it. Raises
+    ValueError before anything is written if a figure is not a number, and OSError if the folder cannot be written.
     """
-    results = write_json(report, folder / "results.json")  # first: everything else can be made from it
-    drawn, steps = figures(report), steps_of(folder)
+    drawn, steps, known = figures(report), steps_of(folder), _digests_in(folder / RESULTS)
     files = {
         "report.md": report_markdown(report, drawn).encode(),
         "table.csv": report_csv(report).encode(),
         "report.html": report_page(report, drawn, steps).encode(),
     }
     files |= {f"plots/{name}.png": as_png(figure) for name, figure in drawn.items()}
-    written = [replace_file(folder / name, content) for name, content in files.items()]
+    names = {name: _free_name(folder, name, known, _digest(content)) for name, content in files.items()}
+    report["files"] = {**known, **{names[name]: _digest(content) for name, content in files.items()}}
+    results = write_json(report, folder / RESULTS)  # first: everything else can be made from it
+    written = [replace_file(folder / names[name], content) for name, content in files.items()]
+    for old, new in names.items():
+        if old != new:
+            logger.warning("%s was edited, so it stays as it is; the new one is %s", folder / old, folder / new)
     return [results, *written, *([folder / STEPS_FILE] if steps is not None else [])]
+
+
+def _digests_in(results: Path) -> dict[str, str]:
+    """Return the digests of the files that were written beside these results; none if that is not known."""
+    try:
+        return dict(json.loads(results.read_text("utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _free_name(folder: Path, name: str, known: Mapping[str, str], digest: str) -> str:
+    """Return the name, or the first one with a number behind its stem that no edited file has."""
+    path = Path(name)
+    for number in count(1):
+        one = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        found = folder / one
+        if not found.exists() or _digest(found.read_bytes()) in (known.get(one.as_posix()), digest):
+            break
+    return one.as_posix()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def keep_steps(folder: Path, steps: str) -> None:

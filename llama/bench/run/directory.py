@@ -7,10 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from llama.bench.report.files import write_json
+from llama.bench.report.files import RESULTS, write_json
 from llama.bench.schema import SCHEMA, Report, rows_of
-
-RESULTS = "results.json"
 
 
 def new_run(out: Path, report: Report) -> tuple[Path, Report]:
