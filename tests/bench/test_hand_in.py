@@ -60,7 +60,7 @@ def test_the_three_sentences_have_the_figures_of_this_machine() -> None:
         "the peak is 13 MB higher at batch 1, 101 MB higher at batch 8 (predicted) and 202 MB higher at batch 16"
         in memory
     )
-    assert "46,080 bytes for each token of each row" in memory
+    assert ". The cache stores 46,080 bytes for each token of each row" in memory
     assert "The first token takes 0.21" in when
     bare = only_cell(only_cell(hand_in_report(), 0), 1)
     assert findings(bare)[0].startswith("Time: at batch 8 the job is predicted to be 21 times faster (12 to 38) with")
@@ -84,7 +84,10 @@ def test_a_report_that_was_interrupted_or_lacks_figures_is_written_and_claims_no
     assert headline(half)[0][0].startswith("~")
     assert saved(half)[0]["n"] == "predicted"
     predicted(half, 0)
+    for place in (1, 3):
+        predicted(half, place)
     assert "exact" not in machine_line(half), "nothing was measured"
+    assert machine_line(half).startswith("No cell was measured; 6 of 6 cells are predicted (~)")
     cell_row(half, 5)["seconds"] = None
     assert "0.00" not in " ".join(published_table(half).notes)
 

@@ -109,14 +109,15 @@ def title(report: Report) -> str:
 def machine_line(report: Report) -> str:
     """Return the one line about the machine: whether it was busy, how far times are off, and what is predicted."""
     views, off_by = cell_views(report), math.sqrt(scatter(report))
+    predicted = sum(view.is_predicted for view in views)
     seen = {check["status"] for view in views for check in view.checks if check["name"] == "other work"}
     state = "busy" if is_noisy(report) else "idle" if seen == {"ok"} else ""
     where = f"Measured on {'an' if state == 'idle' else 'a'} {state} machine"
-    words = [where if state else "The load of the machine was not observed"]
+    unknown = "No cell was measured" if predicted == len(views) else "The load of the machine was not observed"
+    words = [where if state else unknown]
     if state == "busy" or off_by > 1.05:
         words[0] += ": times may be off"
         words[0] += f" by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}" if off_by > 1.05 else ""
-    predicted = sum(view.is_predicted for view in views)
     if predicted < len(views):
         words.append("memory and tokens are exact")
     if predicted:

@@ -217,7 +217,7 @@ def _hand_in(report: Report) -> Iterator[str]:
     for batch, more, predicted in costs:
         words = f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}"
         costs_words.append(f"{words}{' (predicted)' * predicted}")
-    peak = f"with the cache the peak is {listed(costs_words)}. It" if costs else "the cache"
+    peak = f"with the cache the peak is {listed(costs_words)}. The cache" if costs else "the cache"
     yield f"Memory: {peak} stores {position:,} bytes for each token of each row. {peak_words(on)}."
     firsts = [in_seconds(one.median("first_token_seconds")) for one in (on, off)]
     yield (
