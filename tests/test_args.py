@@ -45,12 +45,6 @@ def test_released_params_give_the_released_widths(name: str, ffn_dim: int, head_
     assert (args.ffn_dim, args.head_dim, args.n_kv_heads) == (ffn_dim, head_dim, 8)
 
 
-def test_llama_2_params_give_its_widths_without_a_multiplier() -> None:
-    seven = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-05, "vocab_size": -1}
-    args = ModelArgs(**seven, rope_theta=10000.0)
-    assert (args.ffn_dim, args.n_kv_heads, args.head_dim, args.vocab_size) == (11008, 32, 128, -1)
-
-
 @pytest.mark.parametrize(
     ("name", "factor"), [("3.2 1B", 32), ("3.2 3B", 32), ("3 8B", None), ("3 70B", None), ("3.1 405B", 8)]
 )

@@ -130,16 +130,6 @@ def test_formats_agree_for_any_shape(
         assert torch.allclose(model.rope.freqs, models[0].rope.freqs, rtol=1e-6, atol=0)
 
 
-def test_without_the_permutation_the_logits_change(tmp_path: Path) -> None:
-    theirs = random_model(config_of())
-    model = load(write_huggingface(tmp_path, theirs))
-    with torch.no_grad():
-        for i, layer in enumerate(theirs.model.layers):
-            model.layers[i].attention.wq.weight.copy_(layer.self_attn.q_proj.weight)
-            model.layers[i].attention.wk.weight.copy_(layer.self_attn.k_proj.weight)
-    assert not torch.allclose(logits_of(model), logits_of(theirs), atol=100 * TOLERANCE, rtol=0)
-
-
 def test_llama_cpp_gives_the_logits_of_the_same_gguf_file(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     config = config_of(scaled=True, hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
@@ -356,19 +346,6 @@ def test_a_bare_use_scaled_rope_is_completed_and_logged(
     with caplog.at_level(logging.INFO, "llama.checkpoint"), pytest.raises(CheckpointError, match="missing: "):
         open_checkpoint(tmp_path)
     assert f"no factor; using {factor}" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("stated", "scaling", "max_seq_len"),
-    [({}, None, 8192), ({"use_scaled_rope": False}, None, 8192), ({"use_scaled_rope": True}, RopeScaling(8.0), 131072)],
-    ids=str,
-)
-def test_angles_and_length_are_scaled_only_if_params_json_states_it(
-    tmp_path: Path, stated: dict[str, bool], scaling: RopeScaling | None, max_seq_len: int
-) -> None:
-    theirs = random_model(config_of(num_hidden_layers=1))
-    args = open_checkpoint(write_meta(tmp_path, meta_weights(theirs), meta_params(theirs.config) | stated)).args
-    assert (args.rope_scaling, args.max_seq_len) == (scaling, max_seq_len)
 
 
 def test_transformers_4_and_5_configs_mean_the_same(tmp_path: Path) -> None:

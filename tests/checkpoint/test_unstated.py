@@ -79,13 +79,6 @@ RELEASED: dict[str, tuple[bool, dict[str, Any], tuple[Any, ...]]] = {
         | {"ffn_dim_multiplier": 1.5, "use_scaled_rope": True},
         (5e5, 131072, 8, 8192, 1e-5, 32),
     ),
-    "Llama 3.2 3B": (
-        TIKTOKEN,
-        NEW
-        | {"dim": 3072, "n_layers": 28, "n_heads": 24, "multiple_of": 256}
-        | {"ffn_dim_multiplier": 1.0, "use_scaled_rope": True},
-        (5e5, 131072, 8, 8192, 1e-5, 32),
-    ),
 }
 
 
