@@ -4,8 +4,6 @@ import math
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -134,20 +132,13 @@ def test_every_sample_has_the_structure_of_its_task_and_the_length_asked_for(dat
     assert faults(name, made(name, length=length, number=data.draw(st.integers(0, 99))), length) == []
 
 
-def _shorter(value: Callable[..., str]) -> Callable[..., str]:
-    return lambda source, dice: value(source, dice)[:-1]
-
-
 PLANTED: list[tuple[str, str, Any, str]] = [
-    ("niah_single_1", "NOISE", "One day is like another. ", "hay"),
+    ("niah_single_1", "NOISE", "Noise with 1 digit.", "no digits in prose"),
     ("niah_single_2", "_needle", lambda unit, key, value: f"One magic {unit} of {key} is {value[::-1]}.", "answers"),
     ("niah_single_3", "DRAWN", {**ruler.DRAWN, "uuids": ("uuid", lambda _, dice: str(uuid.UUID(int=1)))}, "forms"),
     ("niah_multikey_1", "n_keys", Needles("prose", n_keys=3), "keys"),
-    ("niah_multikey_2", "hay", Needles("noise"), "keys"),
-    ("niah_multikey_3", "keys", Needles("needles", values="uuids"), "queries"),
     ("niah_multivalue", "n_values", Needles("prose", n_values=5), "values"),
     ("niah_multiquery", "n_queries", Needles("prose", n_keys=4, n_queries=3), "queries"),
-    ("needle", "DRAWN", {**ruler.DRAWN, "short numbers": ("number", _shorter(ruler.DRAWN["numbers"][1]))}, "forms"),
     ("vt", "hops", partial(ruler.variable_tracking, hops=3), "hops"),
     ("cwe", "common", partial(ruler.common_words, common=9), "ten"),
     ("cwe", "SHORT", 1 << 20, "answers"),
@@ -163,28 +154,7 @@ def test_a_planted_fault_of_a_generator_is_found(
         monkeypatch.setattr(ruler, where, fault)
     else:
         monkeypatch.setattr(ruler, "TASKS", {**TASKS, name: TASKS[name]._replace(make=fault)})
-    expected = _noise_of_the_original(monkeypatch) if where == "NOISE" else seen
-    assert expected in faults(name, made(name), LENGTHS.get(name, 2500))
-
-
-def _noise_of_the_original(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ruler, "NOISE", "Noise with 1 digit.")
-    return "no digits in prose"
-
-
-@pytest.mark.parametrize("change", ["a wrong answer", "one answer less", "a needle less", "a longer text"])
-def test_a_changed_sample_is_found(change: str) -> None:
-    sample = made("niah_multivalue")
-    context, answers = sample.context, sample.answers
-    needle = NEEDLE.search(context)
-    assert needle
-    changed = {
-        "a wrong answer": replace(sample, answers=("1234567", *answers[1:])),
-        "one answer less": replace(sample, answers=answers[1:]),
-        "a needle less": replace(sample, context=context.replace(needle[0], "")),
-        "a longer text": replace(sample, context=context + " more" * 9),
-    }[change]
-    assert faults("niah_multivalue", changed, 2500)
+    assert seen in faults(name, made(name), LENGTHS.get(name, 2500))
 
 
 def test_a_sample_depends_on_its_task_length_seed_and_number_alone() -> None:
