@@ -90,7 +90,7 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
 
 def test_a_file_that_cannot_be_run_is_refused_and_may_be_corrected(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    for code in ("import nothing_of_the_sort", "1 / 0", "def", "raise KeyboardInterrupt", "exit()"):
+    for code in ("import nothing_of_the_sort", "1 / 0", "def", "x = '\0'", "raise KeyboardInterrupt", "exit()"):
         file.write_text(code)
         with pytest.raises(ValueError, match=r"mine\.py cannot be run"):
             cache_kind(f"{file}:mine")
