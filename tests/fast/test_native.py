@@ -310,7 +310,7 @@ def test_a_changed_model_runs_on_the_plain_path_with_one_warning(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (replace(ARGS, kv_cache="concat"), "kv_cache='concat' has no fast step"),
+        (replace(ARGS, kv_cache="window:20+3"), "kv_cache='window:20+3' has no fast step; these kinds have one: "),
         (replace(ARGS, rope_theta=None), "rope_theta=None: models without RoPE have no fast step"),
         (tiny_args(dim=48, head_dim=32, multiple_of=32), "dim=48 of the model is not a multiple of 32"),
         (tiny_args(dim=64, head_dim=8, multiple_of=32), "head_dim=8 of the model"),

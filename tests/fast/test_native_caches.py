@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import (
     ARGS,
-    FOLDER,
     VOCAB,
     cases,
-    model_of,
     needs_a_compiler,
     served,
     tolerance,
@@ -30,7 +28,6 @@ from torch import Tensor
 from writes import rows_of
 
 from llama.args import ModelArgs
-from llama.fast.choose import make_fast
 from llama.kv_cache import Cache, KVCache, PagedCache, QuestCache
 from llama.kv_cache.quantized import QuantizedCache, hadamard, quantize, unpacked
 from llama.model import Transformer
@@ -53,15 +50,6 @@ TOKENS = some_tokens(3, 200, vocab_size=VOCAB)
 
 def pair(kv_cache: str, kind: str = "fp32", args: ModelArgs = ARGS) -> tuple[Transformer, Transformer]:
     return twins(kind, replace(args, kv_cache=kv_cache))
-
-
-@pytest.mark.parametrize(("kind", "says"), [("window:20+3", "kv_cache='window:20+3'"), ("concat", "kv_cache='concat'")])
-def test_a_kind_without_native_code_is_named_as_it_was_given(
-    kind: str, says: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_fast(model_of("fp32", replace(ARGS, kv_cache=kind)), FOLDER)
-    kinds = "static, int8, int4, rotated, kivi, paged, quest"
-    assert f"{says} has no fast step; these kinds have one: {kinds}" in caplog.text
 
 
 def layers_of(model: Transformer) -> list[KVCache]:

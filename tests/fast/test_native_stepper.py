@@ -467,20 +467,6 @@ def test_during_a_step_its_cache_rejects_other_calls_and_the_model_does_not() ->
     assert all("in the middle of another call" in words for words in refused)
 
 
-def test_two_texts_at_once_on_one_model_are_each_what_they_are_alone() -> None:
-    _, model = pair()
-    tasks = [
-        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache="int4", **WAYS["greedy"]),
-        partial(model.generate_tokens, PROMPTS, [60, 9, 33], kv_cache="paged", **WAYS["sampled"]),
-    ]
-    before = served(model)
-    alone = [task() for task in tasks]
-    steps = served(model) - before
-    for _ in range(2):
-        assert in_threads(*tasks) == alone
-    assert served(model) == before + 3 * steps
-
-
 def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
     """Each enlarges their pool, which moves the blocks of the others."""
     _, model = pair(kv_cache="paged")
@@ -562,15 +548,6 @@ def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None
     model.runner.watch = free
     assert session.generate(6, **GREEDY)["ids"] == expected
     assert taken
-
-
-def test_another_thread_may_continue_a_stream() -> None:
-    loop, native = pair()
-    expected = [loop.generate(Ids(), PROMPTS, 8, **GREEDY)]  # type: ignore[arg-type]
-    stream = native.stream(Ids(), PROMPTS, 8, **GREEDY)  # type: ignore[arg-type]
-    next(stream)
-    elsewhere(lambda: list(stream))
-    assert [stream.results] == expected
 
 
 @pytest.mark.parametrize("leave", ["close", "delete"])
