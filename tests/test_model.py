@@ -412,17 +412,6 @@ def test_a_layer_that_stands_twice_in_a_model_has_a_cache_for_each_place() -> No
 # --- Caches that are given
 
 
-def test_a_given_cache_is_fed_and_the_models_own_is_left_alone() -> None:
-    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 9)
-    whole = model.with_kv_caching(False)(tokens)
-    caches = [model.new_cache(kind) for kind in ("static", "concat", "paged")]
-    for start, end in ((0, 4), (4, 5), (5, 9)):  # the texts take turns
-        for cache in caches:
-            made = model(tokens[:, start:end], start, cache=cache)
-            torch.testing.assert_close(made, whole[:, start:end], rtol=0, atol=FP64_TOLERANCE)
-    assert model.cache is None
-
-
 def other_size(**sizes: int) -> Cache:
     return tiny_model(tiny_args(**sizes)).new_cache()
 

@@ -212,15 +212,6 @@ def demo_checkpoint() -> Any:
     return open_checkpoint(demo_model_path())
 
 
-def test_every_way_to_generate_works_with_int8(checkpoint: Path) -> None:
-    model, tokenizer = load(checkpoint, device="cpu", quantize="int8")
-    prompts = ["Once upon a time", "an inn"]
-    cached = model.generate(tokenizer, prompts, [2, 4], temperature=0.0)
-    assert cached == model.generate(tokenizer, prompts, [2, 4], temperature=0.0, kv_caching=False)
-    pieces = list(model.stream(tokenizer, prompts, [2, 4], temperature=0.0))
-    assert ["".join(text for row, text in pieces if row == i) for i in (0, 1)] == [r["generation"] for r in cached]
-
-
 EXCLUSIVE: list[tuple[dict[str, Any], str]] = [
     ({"activations": 8}, "activations=8 goes with packed weights; ask for quantize int8, int4 or stored"),
     ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
