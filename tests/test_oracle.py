@@ -1,7 +1,8 @@
 """The model is Llama as in the papers: without a cache it gives the numbers of a page of NumPy loops.
 
-The page is tests/support/oracle_numpy.py. It shares no code with the package, and is itself compared with transformers
-and llama.cpp. The cached runs are compared with the uncached one in verify/test_certificate.py.
+The page is tests/support/oracle_numpy.py. It shares no code with the package, and is itself compared with transformers.
+checkpoint/test_checkpoint.py and test_families.py compare the model with llama.cpp, and verify/test_certificate.py the
+cached runs with the uncached one.
 
 Angles, cos and sin are float32 in the model, as in Meta's code and in transformers. Rounding them in the oracle would
 not make the two equal, because libraries differ in the last bit of a float32 power, cos and sin. So the rotations are
@@ -14,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import hf_llama
-from tiny import FP64_TOLERANCE, fp32_tolerance, some_tokens, tiny_args, tiny_model
+from tiny import FP64_TOLERANCE, some_tokens, tiny_model
 from torch import Tensor
 
 from llama.args import ModelArgs, RopeScaling
-from llama.checkpoint.export import save_gguf
 from llama.model import Transformer
 
 LONGEST = 12  # positions: the oracle's loops take quadratic time
@@ -165,40 +164,6 @@ def test_the_oracle_gives_the_logits_of_transformers(args: ModelArgs, length: in
     assert_equal(made, oracle(model, ids[0], rotations))
 
 
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_the_oracle_gives_the_logits_of_llama_cpp(tmp_path: Path, changes: dict[str, Any]) -> None:
-    api = pytest.importorskip("llama_cpp")
-    model = tiny_model(tiny_args(ffn_dim=48, **changes), dtype=torch.float32)
-    save_gguf(model, tmp_path / "model.gguf")
-    (ids,) = some_tokens(1, LONGEST).tolist()
-    made, expected = llama_cpp_logits(api, tmp_path / "model.gguf", ids, model.args.vocab_size), oracle(model, ids)
-    assert_equal(made, expected, fp32_tolerance(expected, model.args))
-
-
-def llama_cpp_logits(api: ModuleType, path: Path, ids: list[int], vocab_size: int) -> Tensor:
-    """Return the float32 logits of llama.cpp for one row, (seqlen, vocab), by its C interface."""
-    api.llama_backend_init()
-    held = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
-    wanted = api.llama_context_default_params()
-    wanted.n_ctx = wanted.n_batch = wanted.n_ubatch = len(ids)
-    wanted.n_threads = wanted.n_threads_batch = 1
-    wanted.type_k = wanted.type_v = wanted.flash_attn_type = 0  # float32, which its flash kernel would round to fp16
-    context = api.llama_init_from_model(held, wanted)
-    batch = api.llama_batch_init(len(ids), 0, 1)
-    batch.n_tokens = len(ids)
-    for pos, id in enumerate(ids):
-        batch.token[pos], batch.pos[pos], batch.logits[pos] = id, pos, True
-        batch.n_seq_id[pos], batch.seq_id[pos][0] = 1, 0
-    try:
-        assert api.llama_decode(context, batch) == 0
-        rows = [np.ctypeslib.as_array(api.llama_get_logits_ith(context, pos), (vocab_size,)) for pos in range(len(ids))]
-        return torch.from_numpy(np.stack(rows)).double()  # a copy: llama.cpp's own goes with its context
-    finally:
-        api.llama_batch_free(batch)
-        api.llama_free(context)
-        api.llama_model_free(held)
-
-
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -208,24 +173,6 @@ def test_logits_equal_the_oracles_with_exact_angles(changes: dict[str, Any]) -> 
     model, ids = tiny_model(kv_caching=False, **changes), some_tokens(1, LONGEST)
     with torch.inference_mode():
         assert_equal(model(ids)[0], oracle(model, ids[0]), ANGLES_TOLERANCE)
-
-
-@settings(max_examples=50)
-@given(
-    head_dim=st.integers(1, 64).map(lambda half: 2 * half),
-    theta=st.floats(10, 1e6),
-    factor=st.floats(1, 64),
-    low=st.floats(0.25, 8),
-    ratio=st.floats(1.5, 8),
-    length=st.integers(1, 10000),
-)
-def test_frequencies_are_the_oracles(
-    head_dim: int, theta: float, factor: float, low: float, ratio: float, length: int
-) -> None:
-    """Catches bugs 5 and 6, with bands anywhere."""
-    args = tiny_args(head_dim=head_dim, rope_theta=theta, rope_scaling=RopeScaling(factor, low, low * ratio, length))
-    exact, off = exact_frequencies(args)
-    assert (abs(Transformer(args).rope.freqs.double().numpy() - exact) <= off).all()
 
 
 @settings(max_examples=40)
