@@ -258,20 +258,6 @@ def test_exact_mode_rejects_a_score_mod_by_name() -> None:
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_exact_mode_rejects_lossy_caches_made_in_it_or_before_it() -> None:
-    model = plain_model()
-    before = model.new_cache("int8")
-    model.exact = True
-    for act in (
-        lambda: model.new_cache("int8"),
-        lambda: model(torch.tensor([[1, 2, 3]]), cache=before),
-        lambda: setattr(model, "kv_cache", "int8"),
-    ):
-        with pytest.raises(ValueError, match="kv_cache='int8' drops or rounds keys"):
-            act()
-    assert (model.kv_cache, model.exact) == ("static", True)
-
-
 def test_switching_exact_mode_off_leaves_other_operations() -> None:
     model = exact_model(torch.float32)
     mine = model.blocks[1].attention.ops = PLAIN._replace(name="mine")

@@ -111,9 +111,14 @@ def test_exact_mode_and_a_lossy_kind_exclude_each_other(kind: str) -> None:
     model = tiny_model(kv_cache=kind, head_dim=32)
     with pytest.raises(ValueError, match="drops or rounds keys and values; choose static, concat or paged"):
         model.exact = True
+    made_before = model.new_cache()
     model.kv_cache = "static"
     model.exact = True
-    for ask in (lambda: setattr(model, "kv_cache", kind), lambda: model.generate_tokens([[1]], 2, kv_cache=kind)):
+    for ask in (
+        lambda: setattr(model, "kv_cache", kind),
+        lambda: model.generate_tokens([[1]], 2, kv_cache=kind),
+        lambda: model(torch.tensor([[1]]), cache=made_before),
+    ):
         with pytest.raises(ValueError, match="exact mode needs a lossless cache"):
             ask()
     model.kv_cache = "static@0;paged"
