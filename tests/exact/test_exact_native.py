@@ -6,12 +6,10 @@ import pickle
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from changes import CHANGES, outcome, some_changes
-from checkpoints import Kind, config_of, meta_weights, random_model, write_gguf
 from fakes import NATIVE_SIZES, Ids, write_checkpoint
 from native import ARGS, FOLDER, VOCAB, model_of, needs_a_compiler, served, twins
 from tiny import bits, some_tokens
@@ -71,16 +69,6 @@ def test_bits_are_those_without_a_cache_in_any_chunks_or_batch(kind: str, kv_cac
     )
     assert cached == uncached
     assert served(model) > forwards + 18
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
-def test_stored_weights_are_exact_too(kind: Any, tmp_path: Path) -> None:
-    config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
-    path = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=kind)
-    model, _ = load(path, device="cpu", exact=True, fast=True, quantize="stored", max_seq_len=160)
-    assert str(model.execution) == "native, stored weights, exact"
-    assert model.exact
 
 
 # ---- switched on after a comparison ----------------------------------------------------------------------------------

@@ -390,16 +390,6 @@ def test_the_demo_is_stored_in_the_formats_of_its_file(demo_checkpoint: Any) -> 
     assert sum(weight.nbytes for weight in weights) == file
 
 
-@pytest.mark.slow
-def test_the_demo_with_stored_weights_and_8_bits_of_activations_knows_the_capital() -> None:
-    model, tokenizer = load("demo", quantize="stored", activations=8, fast=True)
-    assert model.execution.activations == 8
-    assert str(model.execution).partition(", ")[2] == "stored weights, 8-bit activations"
-    assert model.execution.runner in ("native", "plain")
-    [said] = model.generate(tokenizer, ["The capital of France is"], 4, temperature=0.0)
-    assert "Paris" in said["generation"]
-
-
 @needs_a_compiler
 def test_layers_that_round_to_different_bits_run_on_the_plain_path(tmp_path: Path) -> None:
     path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)
