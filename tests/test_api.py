@@ -111,10 +111,6 @@ def test_the_model_is_loaded_as_asked(checkpoint: Path, dtype: str, kv_cache: st
         model.generate(tokenizer, ["x"] * 4, 1)
 
 
-def test_exact_mode_is_asked_for_when_loading(checkpoint: Path) -> None:
-    assert [load(checkpoint, exact=exact)[0].exact for exact in (True, False)] == [True, False]
-
-
 def test_a_length_past_the_checkpoints_own_logs_a_warning(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="llama.api"):
         model, _ = load(checkpoint, max_seq_len=200)
@@ -124,11 +120,8 @@ def test_a_length_past_the_checkpoints_own_logs_a_warning(checkpoint: Path, capl
 
 def test_options_and_paths_that_cannot_be_loaded_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     table: list[tuple[dict[str, Any], str]] = [
-        ({"kv_cache": "rolling"}, "kv_cache='rolling' is not a known kind.*concat.*static"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"max_batch_size": -1}, "max_batch_size=-1"),
-        ({"dtype": "int4"}, "dtype='int4'"),
-        ({"device": "gpu"}, "device='gpu'"),
         ({"exact": "yes"}, "exact='yes' must be True or False"),
     ]
     assert unrefused((partial(load, checkpoint, **options), words) for options, words in table) == []

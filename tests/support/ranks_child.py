@@ -202,14 +202,6 @@ def gradients_are_those_of_one_process(job: Job) -> None:
 
 
 @case
-def ids_outside_of_the_vocabulary_are_refused(job: Job) -> None:
-    cut = job.model("meta-1", torch.float32)
-    for id in (-1, cut.args.vocab_size):
-        with pytest.raises(IndexError, match="outside of the vocabulary"):
-            cut(torch.tensor([[1, id]]))
-
-
-@case
 def a_slice_is_not_written_as_a_model(job: Job) -> None:
     cut = job.model("meta-1", torch.float32)
     with pytest.raises(ValueError, match="slices of the model"):
