@@ -85,7 +85,7 @@ MAY_IMPORT = {
     "llama/tokenizer/": ("tokenizer untrusted", ""),
     # what knows the core, and another folder where its name says so
     "llama/exact/triton_kernels.py": ("rows", "torch triton"),
-    "llama/exact/": ("args generation kv_cache ops ranks rows stepper exact quant", "torch"),
+    "llama/exact/": ("args generation kv_cache ops ranks rows exact quant", "torch"),
     "llama/sessions/": (f"{CORE} sessions exact.products host untrusted", "torch"),
     "llama/checkpoint/demo.py": ("host.console host.files", ""),
     "llama/checkpoint/": (

@@ -6,7 +6,7 @@ A model whose runner has batch-invariant bits is compared as the runner computes
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -17,7 +17,6 @@ from llama.generation import LanguageModel
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
 from llama.quant.packed import QuantizedWeight
-from llama.stepper import Runner
 
 
 class ExactModel(LanguageModel, Protocol):
@@ -45,7 +44,8 @@ def set_exact(model: ExactModel, value: bool) -> None:
         else:
             model.runner.exact = True
         if difference := first_difference(model):
-            raise ValueError(f"exact mode is not available here{_by(model.runner)}: {difference}")
+            by = "" if model.runner is None else f" by {model.runner.name} code (leave out exact, or fast)"
+            raise ValueError(f"exact mode is not available here{by}: {difference}")
     except BaseException:
         _switch_off(model)
         raise
@@ -64,10 +64,6 @@ def _ops_of(module: nn.Module) -> Ops:
     """Return the operations of a module; PLAIN for a module that has none."""
     ops = getattr(module, "ops", PLAIN)
     return ops if isinstance(ops, Ops) else PLAIN
-
-
-def _by(runner: Runner[Any] | None) -> str:
-    return "" if runner is None else f" by {runner.name} code (leave out exact, or fast)"
 
 
 def _check(model: ExactModel) -> None:

@@ -16,7 +16,7 @@ def printable(text: str, limit: int = _MOST_CHARACTERS) -> str:
     """
     cut = without_middle(text, limit)  # also before escaping: a text may be long
     if not cut.isprintable():
-        cut = "".join(letter if letter.isprintable() else _escaped(letter) for letter in cut)
+        cut = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
     return without_middle(cut, limit)
 
 
@@ -24,10 +24,6 @@ def some_of(names: Collection[str], most: int = _MOST_NAMES) -> str:
     """Return the first names in sorted order, each cut, and the number of others: "a, b and 4,312 more"."""
     first = ", ".join(without_middle(name, _MOST_OF_A_NAME) for name in nsmallest(most, names))
     return f"{first} and {len(names) - most:,} more" if len(names) > most else first
-
-
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape").decode("ascii")
 
 
 def without_middle(text: str, limit: int) -> str:
