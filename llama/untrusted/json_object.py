@@ -10,6 +10,9 @@ from typing import Any
 # The number of braces, brackets and commas bounds the memory of all values: an empty object takes 20 times its two
 # bytes. The largest tokenizers have some 6 thousand, 0.6 and 2 million of them.
 MOST_OF: Mapping[str, int] = {"{": 1 << 16, "[": 3 << 18, ",": 1 << 22}
+# Real files have some ten levels. Python 3.14 parses 60,000 of them, for which json.dumps raises RecursionError.
+MOST_LEVELS = 200
+_TOO_DEEP = f"it is nested too deeply; the limit is {MOST_LEVELS} levels"
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -26,7 +29,7 @@ def parse_json(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> Any:
 
     Raises ValueError for JSON that readers interpret differently: bytes that are not UTF-8, surrogates, repeated keys,
     NaN, infinity and numbers beyond float64; also for whole numbers of more digits than Python's limit, more values
-    than any real file has, and nesting that is too deep for Python's reader. `most_of`: the limits of how often a
+    than any real file has, and more than MOST_LEVELS levels of lists and objects. `most_of`: the limits of how often a
     character occurs.
     """
     try:
@@ -44,10 +47,20 @@ def parse_json(data: bytes, *, most_of: Mapping[str, int] = MOST_OF) -> Any:
             object_pairs_hook=_unique,
         )
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError(_TOO_DEEP) from error
+    if _is_deep(content):
+        raise ValueError(_TOO_DEEP)
     if _HALF_CHARACTER.search(text):
         _refuse_halves(content)
     return content
+
+
+def _is_deep(content: Any) -> bool:
+    level: list[Any] = [[content]]
+    for _ in range(MOST_LEVELS + 1):
+        values = (outer.values() if type(outer) is dict else outer for outer in level)
+        level = [inner for outer in values for inner in outer if type(inner) in (dict, list)]
+    return bool(level)
 
 
 def _refuse_constant(text: str) -> None:

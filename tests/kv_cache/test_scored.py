@@ -650,10 +650,7 @@ NO_FILE_OF_HEADS: dict[str, tuple[Callable[[Path], object], str]] = {
         for text in ("[[1]]", "[[1], [2]]", "[[1], 0]", '{"0": [1]}', "[[1", "")
     },
     "a folder": (lambda path: path.mkdir(), "it is a directory, not a regular file"),
-    "deep": (
-        lambda path: path.write_text("[" * 60_000),
-        "(nested too deeply|Expecting value)",
-    ),  # Python 3.14 reads so many
+    "deep": (lambda path: path.write_text("[" * 30_000 + "]" * 30_000), "it is nested too deeply"),
     "long": (lambda path: path.write_text("[[1]," + " " * (1 << 16) + "[]]"), "longer than 65,536 bytes"),
     "a key twice": (lambda path: path.write_text('{"0": [1], "0": []}'), "repeats the key '0'"),
     "no text": (lambda path: path.write_bytes(b"[[1], [\xff]]"), "is not UTF-8"),

@@ -40,13 +40,20 @@ def test_reasons_are_named() -> None:
         (b'{"a": -1e400}', "-1e400 is beyond the numbers of float64"),
         (b'{"a": 1' + b"0" * 4300 + b"}", "value has 4301 digits"),
         (b'{"\\udc00": 1}', "is half of a surrogate pair"),
-        (b'{"a": ' + b"[" * 500_000, "nested too deeply"),  # Python 3.14 reads 60,000 levels
+        (b'{"a": ' + b"[" * 500_000, "nested too deeply; the limit is 200 levels"),
+        (b'{"a": ' * 201 + b"1" + b"}" * 201, "nested too deeply; the limit is 200 levels"),
+        (b'{"a": [7, ' + b"[" * 199 + b"]" * 199 + b"]}", "nested too deeply; the limit is 200 levels"),
         (b"7", "an object in braces, not a int"),
         (b'{"a": "\xc3"}', "byte 7 is not UTF-8"),
         (b"[" * ((3 << 18) + 1), r"'\[' 786,433 times"),
     ):
         with pytest.raises(ValueError, match=reason):
             parse_object(text)
+
+
+def test_200_levels_are_accepted_also_around_characters_of_two_halves() -> None:
+    text = b'{"a": ' + b"[" * 199 + b'"\\ud83d\\ude00"' + b"]" * 199 + b"}"
+    assert json.dumps(parse_object(text)).encode() == text
 
 
 def test_long_numbers_in_texts_and_whole_characters_of_two_halves_are_accepted() -> None:
