@@ -1,5 +1,6 @@
 """Many values of one figure as a spread, and the figures of a cell that follow from its repetitions."""
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -88,7 +89,7 @@ def reached(cell: Cell, row: Row) -> Ceilings:
 def rates(cell: Cell, row: Row) -> Row:
     """Return the tokens per second of a cell, from the medians of its repetitions."""
     rows, steps = cell.batch_size, row["step_seconds"]
-    later = statistics.median(sum(each) for each in steps)
+    later = statistics.median(math.fsum(each) for each in steps)  # the same on every Python: 3.12 changed sum
     return {
         "tokens_per_second": rows * cell.output_len / median_of(row, "seconds"),
         "prefill_tokens_per_second": rows * cell.input_len / median_of(row, "first_token_seconds"),

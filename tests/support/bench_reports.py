@@ -1,5 +1,6 @@
 """Synthetic reports of every preset: rows as a run on the demo model would return them, with seeded noise."""
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def cell_rows(index: int, cell: Cell, *, n: int = 3, path: str = "plain") -> lis
     ideal = [step * (1 + 5e-4 * i) if on else prefill * (1.05 + 0.004 * i) for i in range(1, cell.output_len)]
     first = noisy(prefill, n, f"{cell.name} {path}")
     later = [[noisy(one, 1, f"{cell.name} {path} {r} {i}")[0] for i, one in enumerate(ideal)] for r in range(n)]
-    seconds = [one + sum(steps) for one, steps in zip(first, later, strict=True)]
+    seconds = [math.fsum([one, *steps]) for one, steps in zip(first, later, strict=True)]
     cache = rows * cell.total_len * CACHE_PER_TOKEN if on else 0
     fed = token_forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=on) * rows
     memory = ledger(index, cell, cache)

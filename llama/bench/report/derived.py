@@ -141,7 +141,7 @@ def growth(report: Report) -> list[Derived]:
 def _first(row: Row, length: int) -> Spread:
     """Return the seconds of the first tokens of a cell over its repetitions."""
     both = zip(row["first_token_seconds"], row["step_seconds"], strict=True)
-    return percentiles([first + sum(later[: length - 1]) for first, later in both])
+    return percentiles([math.fsum([first, *later[: length - 1]]) for first, later in both])
 
 
 def unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
