@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -100,8 +99,8 @@ class App:
     def _admit(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise Refused for a request that must not be looked at."""
         host = headers.get(b"host", b"").decode("latin-1")
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and urlsplit(origin).netloc != host:
+        origin = headers.get(b"origin", b"").decode("latin-1")  # a scheme, "://", and a host; or "null"
+        if origin and origin.rpartition("://")[2] != host:
             raise Refused("pages of other sites may not use this server", 403)
         if self.key is None and re.sub(r":\d*\Z", "", host) not in self.hosts:
             raise Refused(f"this is not {host:.80}, but {' or '.join(self.hosts)}; --key allows other names", 403)
@@ -147,6 +146,9 @@ class App:
         asked = read(await _body(request), chat=chat, served=self.served)
         prompts = await run_in_threadpool(self._encoded, asked)
         jobs = [self._job(asked, prompt, choice) for prompt in prompts for choice in range(asked.n)]
+        if len(jobs) > self.places:  # to try again would not help
+            most = f"the {self.places} texts that run and wait here (--rows, --queue)"
+            raise Refused(f"{len(prompts)} prompts x n={asked.n} are more than {most}", param="n")
         if sum(len(reply.jobs) for reply in self.replies) + len(jobs) > self.places:
             raise self._busy()
         head = {"model": self.served, "system_fingerprint": engine.fingerprint}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,8 +114,18 @@ def test_other_paths_and_methods_are_refused(path: str, method: str, status: int
 def test_without_a_key_only_this_machine_s_names_and_pages_are_served(served: Served) -> None:
     assert served.ask("/v1/models", Host="evil.example").status == 403
     assert served.ask("/health", Host="127.0.0.1:99").status == 200
-    for origin, status in (("https://evil.example", 403), ("null", 403), (f"http://127.0.0.1:{served.port}", 200)):
+    own = f"http://127.0.0.1:{served.port}"
+    for origin, status in (("https://evil.example", 403), ("null", 403), ("http://[", 403), (own, 200)):
         assert served.ask("/v1/models", Origin=origin).status == status
+
+
+def test_more_texts_than_there_are_places_are_refused_for_good() -> None:
+    with serving(rows=1, queue=1) as server:
+        assert server.complete("a", n=2, max_tokens=1).status == 200
+        got = server.complete(["a", "b", "c"], max_tokens=1)
+        error = got.json["error"]
+        assert (got.status, error["param"]) == (400, "n")
+        assert "3 prompts x n=1 are more than the 2 texts that run and wait here (--rows, --queue)" in error["message"]
 
 
 def test_every_path_but_the_page_and_health_needs_the_key() -> None:
@@ -164,6 +175,7 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
         (lambda: serve.main(check=2), "--check 2 must be from 0 to 1"),
         (lambda: serve.main(cache_gb=0), "--cache_gb 0 must be from 0.001"),
         (lambda: serve.main(kv_cache="snapvk"), "did you mean snapkv"),
+        *((partial(serve.main, key=k, port=served.port), "must be printable ASCII") for k in ("a ", "\u00e9", "\n")),
         (lambda: serve.main(port=served.port), r"--port \d+: .*in use.*; choose another one"),
     ]
     assert unrefused(calls) == []
