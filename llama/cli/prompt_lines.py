@@ -9,7 +9,7 @@ from typing import Any
 
 from llama.batch import NonFiniteLogits
 from llama.many import Written
-from llama.serve.requests import IGNORED, NEUTRAL, one_of
+from llama.serve.requests import IGNORED, NEUTRAL, one_of, plain_dialog
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable, some_of
 
@@ -67,7 +67,7 @@ class Question:
         own = {SETTINGS[name]: value for name, value in given.items()}
         if self.url and own.pop("logprobs", False) is not False:
             raise ValueError('logprobs are not supported in batch lines; {"prompt": ..., "logprobs": true} has them')
-        own |= {"prompt": encode_dialog(prompt) if name == "messages" else prompt}
+        own |= {"prompt": encode_dialog(plain_dialog(prompt)) if name == "messages" else prompt}
         return {**settings, "seed": settings["seed"] + self.number - 1, **own}
 
     def ended(self, written: Written) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def read(data: bytes, *, chat: bool, served: str) -> Asked:
         message = f"the model {body['model']!r:.80} is not served; there is {served!r}"
         raise Refused(message, 404, param="model", code="model_not_found")
     prompts, n, stop = body[text], body.get("n", 1), body.get("stop", [])
-    prompts = [[_in_one(message) for message in prompts]] if chat else [prompts] if _is_prompt(prompts) else prompts
+    prompts = [plain_dialog(prompts)] if chat else [prompts] if _is_prompt(prompts) else prompts
     if len(prompts) * n > MOST_TEXTS:
         raise Refused(f"{len(prompts)} prompts x n={n} are more than {MOST_TEXTS} texts", param="n")
     sampling = {"temperature": 1.0, "top_p": 1.0} | {name: body[name] for name in (*_SAMPLING, "seed") if name in body}
@@ -174,9 +174,19 @@ def _check(name: str, value: Any, rules: Mapping[str, _Rule]) -> None:
         raise Refused(f"{name}={value!r:.60} must be {rules[name].words}", param=name)
 
 
-def _in_one(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content, if it is a list of parts of text, is their text."""
+def plain_dialog(messages: Any) -> Any:
+    """Return a dialog without the fields that are null, and with a text for a content that is a list of parts of text.
+
+    Clients send an answer's message back as it came, with `"refusal": null`. A value that is no dialog stays as it is.
+    """
+    if not isinstance(messages, list):
+        return messages
+    return [_plain(one) if isinstance(one, dict) else one for one in messages]
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None or name == "content"}
     parts = message.get("content")
     if isinstance(parts, list) and all(isinstance(part, dict) and type(part.get("text")) is str for part in parts):
-        return {**message, "content": "".join(part["text"] for part in parts)}
+        message["content"] = "".join(part["text"] for part in parts)
     return message

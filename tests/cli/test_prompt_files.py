@@ -44,7 +44,8 @@ BODY: dict[str, Any] = {
     "frequency_penalty": 0.0,
 }
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": BODY}
-CHAT = {**BATCH, "url": "/v1/chat/completions", "body": {"seed": 2, "messages": [{"role": "user", "content": "4"}]}}
+DIALOG = [{"role": "user", "content": [{"type": "text", "text": "4"}], "name": None}]  # in OpenAI's forms
+CHAT = {**BATCH, "url": "/v1/chat/completions", "body": {"seed": 2, "messages": DIALOG}}
 
 
 class Stopping(Ids):

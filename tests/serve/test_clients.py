@@ -36,6 +36,8 @@ def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
         dialog = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
         chat = client.chat.completions.create(messages=dialog, extra_body={"top_k": 5, "kv_caching": False}, **how)
+        longer = [*dialog, chat.choices[0].message, *dialog]  # what its documentation appends
+        assert client.chat.completions.create(messages=longer, **how).usage.prompt_tokens > chat.usage.prompt_tokens
         usage = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"top_k": 5}}
         *chunks, last = client.chat.completions.create(messages=dialog, **usage, **how)
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == chat.choices[0].message.content

@@ -94,6 +94,8 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     text = alone(prompt, 5, seed=1)["generation"]
     assert whole["choices"][0]["message"]["content"] == text
     assert len(whole["choices"][0]["logprobs"]["content"]) == 5
+    answered = [*dialog, whole["choices"][0]["message"], *dialog]  # with "refusal": null, as clients send it back
+    assert served.ask("/v1/chat/completions", {**body, "messages": answered}).status == 200
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings_per_token": True}
     *parts, usage = served.ask("/v1/chat/completions", streamed).events
     choices = [part["choices"][0] for part in parts]
