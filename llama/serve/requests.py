@@ -11,6 +11,7 @@ from llama.untrusted.words import printable
 
 MOST_BYTES = 1_000_000  # of a body
 MOST_TEXTS = 16  # of one request
+MOST_STOPS = 64  # stop strings of a request: each is looked for at each token, while other clients wait
 _MOST_OF = {"{": 1 << 12, "[": 1 << 12, ",": 1 << 19}  # in a body
 _FINITE = ("temperature", "repetition_penalty")  # beyond 0.01 to 100 they can make float32 logits infinite
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's, by status
@@ -103,7 +104,8 @@ _SHARED: Mapping[str, _Rule] = {
     **dict.fromkeys(("stream", "kv_caching", "timings_per_token"), _FLAG),
     "seed": _Rule(lambda value: check_seed(value) is not None),
     "stop": _Rule(
-        lambda value: _are(str, 0)(value) or _are(str)([value]), "a text, or a list of texts, none of them empty"
+        lambda value: _are(str)([value]) or (_are(str, 0)(value) and len(value) <= MOST_STOPS),
+        f"a text, or a list of at most {MOST_STOPS} texts, none of them empty",
     ),
     "stream_options": _Rule(
         lambda value: (
