@@ -59,8 +59,8 @@ def main(
         check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
     """
     check_speculate(speculate)
-    key = key or os.environ.get("LLAMA_KV_KEY") or None
-    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+    key = os.environ.get("LLAMA_KV_KEY") or None if key is None else key
+    if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise ValueError("the key must be printable ASCII without spaces around it, for clients send it in a header")
     try:
         from llama.serve.server import Server, bind, is_loopback

@@ -176,7 +176,7 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
         (lambda: serve.main(check=2), "--check 2 must be from 0 to 1"),
         (lambda: serve.main(cache_gb=0), "--cache_gb 0 must be from 0.001"),
         (lambda: serve.main(kv_cache="snapvk"), "did you mean snapkv"),
-        *((partial(serve.main, key=k, port=served.port), "must be printable ASCII") for k in ("a ", "\u00e9", "\n")),
+        *((partial(serve.main, key=k, port=served.port), "must be printable ASCII") for k in ("", "a ", "é", "\n")),
         (lambda: serve.main(port=served.port), r"--port \d+: .*in use.*; choose another one"),
     ]
     assert unrefused(calls) == []
