@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama.cli.benchmark_inference import DIED
-from llama.cli.compare import read_result
+from llama.cli.compare import malformed_refused, read_result
 from llama.cli.sweep import measure_cells
 from llama.host import console
 from llama.host.cores import FreeCores
@@ -49,7 +49,8 @@ def main(*claims: str, out: str = "results/claims") -> int:
         exit_code = measure_cells([*dict.fromkeys(point for claim in verdicts for point in claim.points)], Path(out))
         for claim in (one for one in verdicts if one.rule):
             try:
-                verdicts[claim] = judge(claim, report_of)
+                with malformed_refused():
+                    verdicts[claim] = judge(claim, report_of)
             except ValueError as why:
                 verdicts[claim], exit_code = f"no verdict: {why}", max(exit_code, DIED)
     rows = [as_row(*one) for one in verdicts.items()]

@@ -3,6 +3,8 @@
 import json as json_format
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +39,13 @@ def main(*results: str, allow: float = 5.0, other_setup: bool = False, json: str
     if json is not None:
         check_writable(Path(json))
     a, b = map(read_result, results)
-    try:
+    with malformed_refused():
         differ, found = differences(a, b), figures(a, b)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"A or B is a malformed result ({error!r}); measure again") from error
+        noisy = [side for side, report in (("A", a), ("B", b)) if is_noisy(report)]
     if differ and not other_setup:
         raise ValueError(f"A and B were not measured alike: {'; '.join(differ)}; add --other_setup to compare anyway")
     title = f"B against A, which were NOT measured alike: {'; '.join(differ)}" if differ else "B against A"
-    title += "".join(f"; {side}: {NOISY}" for side, report in (("A", a), ("B", b)) if is_noisy(report))
+    title += "".join(f"; {side}: {NOISY}" for side in noisy)
     verdicts = [one.verdict(allow) for one in found]
     if json is not None:
         rows = [{**one._asdict(), "verdict": verdict} for one, verdict in zip(found, verdicts, strict=True)]
@@ -57,6 +58,15 @@ def main(*results: str, allow: float = 5.0, other_setup: bool = False, json: str
             f"warning: no figure has {LEAST_SAMPLES} samples on both sides, so none is judged; repeat more often"
         )
     return int(WORSE in verdicts)
+
+
+@contextmanager
+def malformed_refused() -> Iterator[None]:
+    """Raise ValueError in place of an error of the block, which a result of wrong types or without a field causes."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, AssertionError, ZeroDivisionError) as error:
+        raise ValueError(f"a result is malformed ({error!r}); measure it again") from error
 
 
 def read_result(name: str) -> Any:

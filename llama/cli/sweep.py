@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama.cli.benchmark_inference import DIED, as_started, report_exit_code, show_report
-from llama.cli.compare import read_result
+from llama.cli.compare import malformed_refused, read_result
 from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.parts import own_part
@@ -89,7 +89,8 @@ def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
         console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
         raise
     reports = (read_report(file_of(folder, point)) for point in points)
-    return max((DIED if report is None else report_exit_code(report) for report in reports), default=0)
+    with malformed_refused():
+        return max((DIED if report is None else report_exit_code(report) for report in reports), default=0)
 
 
 def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:
@@ -126,12 +127,10 @@ def merge(*results: str, out: str = "merged") -> int:
         raise ValueError(
             f"{out} has a measured {there['preset']}, which a merge would replace; give --out another folder"
         )
-    try:
+    with malformed_refused():
         report = merged(_different(results), command=as_started())
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"a result is malformed ({error!r}); measure it again") from error
-    show_report(report, write_report(report, Path(out)))
-    return report_exit_code(report)
+        show_report(report, write_report(report, Path(out)))
+        return report_exit_code(report)
 
 
 def _different(results: tuple[str, ...]) -> Iterator["Report"]:

@@ -190,6 +190,8 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "a.json").write_text('{"schema": ')
+    wrong = quality_of("static", "x")
+    rows_of(wrong, "task")[0]["answer_lens"] = ["a"]  # which no figure but a table needs
     measured = saved(tmp_path / "run" / RESULTS, table_report())
     of_two = saved(tmp_path / "two.json", merged([report_of(STATIC), report_of(INT8, {**SETUP, "machine": "b"})]))
     calls: list[tuple[Callable[[], object], str]] = [
@@ -202,6 +204,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         (lambda: merge(str(tmp_path / "empty")), "has no .json file"),
         (lambda: merge(str(tmp_path / "torn")), "a.json: "),
         (lambda: merge(saved(tmp_path / "old.json", {**report_of(STATIC), "schema": "x"})), "its schema is 'x'"),
+        (lambda: merge(saved(tmp_path / "lens.json", wrong), out=str(tmp_path / "lens")), "a result is malformed"),
         (lambda: merge(saved(tmp_path / "bad.json", {**report_of(STATIC), "rows": [1]})), "a result is malformed"),
     ]
     assert unrefused(calls) == []
