@@ -134,6 +134,7 @@ def hand_in(*, minutes: float = 5.0, ckpt_dir: str | None = None, device: str = 
         device: Where it computes: auto, cpu, cuda or mps.
         out: The folder in which it makes its own folder.
     """
+    check_minutes("minutes", minutes)
     return main(preset="report", budget=minutes, ckpt_dir=ckpt_dir, device=device, out=out)
 
 
@@ -243,9 +244,7 @@ def check_flags(flags: SimpleNamespace) -> None:
     if flags.batch_size is not None and flags.batch_size < 1:
         raise ValueError(f"--batch_size={flags.batch_size} must be at least 1")
     for name in ("budget", "wait_until_quiet"):
-        minutes = getattr(flags, name)
-        if not (math.isfinite(minutes) and minutes >= 0):
-            raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
+        check_minutes(name, getattr(flags, name))
     flags.contexts = [context for words in flags.contexts for context in words.split(",")]
     if not all(context.isdecimal() for context in flags.contexts):
         raise ValueError(f"--contexts {' '.join(flags.contexts)} must be numbers of tokens, such as --contexts 8192")
@@ -276,6 +275,12 @@ def check_flags(flags: SimpleNamespace) -> None:
     given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
     if given:
         raise ValueError(f"{', '.join(given)} cannot be combined with --preset {preset}; leave it out")
+
+
+def check_minutes(name: str, minutes: float) -> None:
+    """Raise ValueError unless the value of a flag is a time."""
+    if not (math.isfinite(minutes) and minutes >= 0):
+        raise ValueError(f"--{name}={minutes} must be minutes, at least 0")
 
 
 def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> int:

@@ -262,3 +262,8 @@ def test_texts_are_as_long_as_a_tenth_of_the_minutes_allows(
     rows = worker.continued_texts(engine, prompts=["a"], lengths=[32, 16, 8], seconds=seconds, started=100.0)
     assert lengths == made
     assert [row["tokens"] for row in rows] == made[-1:]
+
+
+def test_wrong_minutes_are_refused_by_the_name_of_their_flag() -> None:
+    with pytest.raises(ValueError, match="--minutes=nan must be minutes, at least 0"):
+        script.hand_in(minutes=float("nan"))
