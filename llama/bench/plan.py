@@ -140,7 +140,8 @@ class Run:
             words += f", {duration(left)} of the budget are left"
             words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
         if once > left:
-            enough, flag = math.ceil((self._whole() - left + once) / 60), "minutes" if self.is_hand_in else "budget"
+            enough = math.ceil((self._whole() - left + once) / 60)
+            flag = "minutes" if report["command"].startswith("llama-kv report") else "budget"
             words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
             words += f"--{flag} {enough}; --{flag} 0 measures everything once, however long it takes"
         self.progress.write(f"{words}.")

@@ -123,7 +123,14 @@ def main(
     return dispatch(SimpleNamespace(**locals()))
 
 
-def hand_in(*, minutes: float = 5.0, ckpt_dir: str | None = None, device: str = "auto", out: str = "results") -> int:
+def hand_in(
+    *,
+    minutes: float = 5.0,
+    ckpt_dir: str | None = None,
+    device: str = "auto",
+    out: str = "results",
+    resume: bool = False,
+) -> int:
     """Write a report on the KV cache, with this machine's figures: report.html, and report.md to edit.
 
     It is bench --preset report, which has more flags.
@@ -133,9 +140,10 @@ def hand_in(*, minutes: float = 5.0, ckpt_dir: str | None = None, device: str = 
         ckpt_dir: A checkpoint's directory or .gguf file; by default the demo on a CPU, and llama-3.2-1b on a GPU.
         device: Where it computes: auto, cpu, cuda or mps.
         out: The folder in which it makes its own folder.
+        resume: Continue the newest report of this model: measure what is missing, or repeat its cells.
     """
     check_minutes("minutes", minutes)
-    return main(preset="report", budget=minutes, ckpt_dir=ckpt_dir, device=device, out=out)
+    return main(preset="report", budget=minutes, ckpt_dir=ckpt_dir, device=device, out=out, resume=resume)
 
 
 def dispatch(flags: SimpleNamespace) -> int:

@@ -219,11 +219,12 @@ FOUR = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2
 
 
 def test_a_report_without_time_predicts_all_cells_and_tears_no_pair(
-    tiny: tuple[Here, list[str]], tmp_path: Path
+    tiny: tuple[Here, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, words = tiny
     assert cli.run(script.main, ["--preset", "report", *words, "--budget", "0.0001"]) == 0
     assert here.done == ["calibrate"]
+    assert "--budget 0 measures everything once" in capsys.readouterr().err, "bench has no --minutes"
     (folder,) = (tmp_path / "out").iterdir()
     report = json.loads((folder / "results.json").read_text("utf-8"))
     assert [row["predicted"] for row in rows_of(report, "cell")] == [True] * 4
@@ -267,3 +268,10 @@ def test_texts_are_as_long_as_a_tenth_of_the_minutes_allows(
 def test_wrong_minutes_are_refused_by_the_name_of_their_flag() -> None:
     with pytest.raises(ValueError, match="--minutes=nan must be minutes, at least 0"):
         script.hand_in(minutes=float("nan"))
+
+
+def test_an_interrupted_report_can_be_continued_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(script, "main", lambda **flags: seen.update(flags) or 0)
+    assert cli.run(script.hand_in, ["--resume"]) == 0
+    assert (seen["preset"], seen["resume"]) == ("report", True)
