@@ -427,7 +427,7 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> N
 def test_an_error_leaves_the_last_whole_token(kv_cache: str) -> None:
     model, session = made(kv_cache, text=TEXT)
     error = KeyboardInterrupt if kv_cache == "paged" else MemoryError
-    with failing(model, 3, error), pytest.raises(error):
+    with failing(model.layers[1], error, after=3), pytest.raises(error):
         session.generate(9, **GREEDY)
     expected = made(kv_cache, text=TEXT)[1].generate(9, **GREEDY)["ids"]
     new = session.tokens[len(TEXT) + 1 :]
@@ -436,7 +436,7 @@ def test_an_error_leaves_the_last_whole_token(kv_cache: str) -> None:
     rest = session.generate(9 - len(new), **GREEDY)["ids"]
     if kv_cache in (*LOSSLESS, "forgetful"):
         assert new + rest == expected
-    with failing(model, 0, error), pytest.raises(error):
+    with failing(model.layers[1], error), pytest.raises(error):
         session.append("lost")
     before = list(session.tokens)
     session.append("found")

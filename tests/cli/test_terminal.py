@@ -159,7 +159,7 @@ def test_a_message_without_any_answer_is_not_stored(spelling: Tokenizer) -> None
     chat = Chat(model, spelling)
     "".join(chat.say("Hi", 3, seed=1))
     before = list(chat.session.tokens)
-    with failing(model, 0, Gone), suppress(Gone):
+    with failing(model.layers[1], Gone), suppress(Gone):
         "".join(chat.say("Ho"))
     assert chat.session.tokens == before
     chat.say("an iterator that is never advanced")
@@ -354,7 +354,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(after=st.integers(0, 3), error=st.sampled_from([Gone, KeyboardInterrupt]))
     def fail(self, after: int, error: type[BaseException]) -> None:
-        with failing(self.model, after, error), suppress(error):
+        with failing(self.model.layers[1], error, after=after), suppress(error):
             "".join(self.chat.say("Why?", 6, seed=0))
         self.note("Why?", self.chat.messages[-1]["content"] if after else None)
 

@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from interrupts import Sessions, Texts, failing_at, interrupted, lines_of
+from interrupts import Sessions, Texts, interrupted, lines_of
 from native import ARGS, needs_a_compiler, served, twins
 from tables import cases
-from tiny import some_tokens
+from tiny import failing, some_tokens
 
 pytestmark = needs_a_compiler
 KINDS = ("static", "int8", "int4", "rotated:k4v3+2", "kivi:2+16", "paged", "quest:32", "adakv:0.3")
@@ -58,7 +58,7 @@ def test_a_call_that_was_interrupted_or_failed_is_followed_by_a_call_from_0_alon
     for number, cache in enumerate(caches):
         interrupted(partial(step, cache=cache), 20 * number + 20)
     caches.append(base.copy())
-    with failing_at(fast.layers[0], MemoryError), pytest.raises(MemoryError):  # a hook: the plain path runs
+    with failing(fast.layers[0], MemoryError), pytest.raises(MemoryError):  # a hook: the plain path runs
         fast(text[:, :40], cache=caches[-1])
     failed = [cache for cache in caches if cache.failed_at is not None]
     assert len(failed) > len(caches) // 2

@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from interrupts import Sessions, Texts, failing_at
+from interrupts import Sessions, Texts
 from tables import cases
-from tiny import some_tokens, tiny_model
+from tiny import failing, some_tokens, tiny_model
 
 KINDS = ["static", "paged", "int8", "window:20+3", "h2o:20", "static@0;int4"]
 OTHERS = [
@@ -61,7 +61,7 @@ def test_after_a_call_from_0_that_failed_no_call_continues(kind: str, layer: int
     first, second = some_tokens(1, 41), some_tokens(1, 41, seed=1)
     cache, fails = models[0].new_cache(kind), models[whose == "another model"]
     models[0](first[:, :40], cache=cache)
-    with failing_at(fails.layers[layer], ZeroDivisionError), pytest.raises(ZeroDivisionError):
+    with failing(fails.layers[layer], ZeroDivisionError), pytest.raises(ZeroDivisionError):
         fails(second[:, :40], cache=cache)
     for model in models:
         for text in (first, second):
@@ -80,7 +80,7 @@ def test_after_a_step_that_failed_a_text_goes_on_from_where_the_cache_can_be_tru
     cache, other = (model.new_cache(kind) for _ in range(2))
     for one in (cache, other):
         model(text[:, :40], cache=one)
-    with failing_at(model.layers[1], MemoryError), pytest.raises(MemoryError):
+    with failing(model.layers[1], MemoryError), pytest.raises(MemoryError):
         model(text[:, 40:50], 40, cache=cache)
     for start in (40, 50):
         with pytest.raises(ValueError, match="did not end"):

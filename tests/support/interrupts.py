@@ -8,14 +8,13 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from fakes import Bytes
-from torch import Tensor, nn
+from torch import Tensor
 
 import llama
 from llama.args import Refused
@@ -242,17 +241,3 @@ class Sessions:
             session.feed(text)
             session.feed([*text, 5])
             yield session.logits
-
-
-@contextmanager
-def failing_at(module: nn.Module, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error before a module computes."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    hook = module.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()

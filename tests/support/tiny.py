@@ -90,8 +90,8 @@ def fed_in_pieces(model: Transformer, tokens: Tensor, cuts: Sequence[int]) -> Te
 
 
 @contextmanager
-def failing(model: Transformer, after: int, error: type[BaseException]) -> Iterator[None]:
-    """Raise an error in the forward after `after` others, when the first layer has written its keys and values."""
+def failing(module: nn.Module, error: type[BaseException], *, after: int = 0) -> Iterator[None]:
+    """Raise an error before a module computes, each time after the first `after` ones."""
     left = after
 
     def fail(*_: object) -> None:
@@ -100,7 +100,7 @@ def failing(model: Transformer, after: int, error: type[BaseException]) -> Itera
         if left < 0:
             raise error
 
-    hook = model.layers[1].register_forward_pre_hook(fail)
+    hook = module.register_forward_pre_hook(fail)
     try:
         yield
     finally:
