@@ -108,7 +108,7 @@ MIXED = "static@:1,-1;int4"
 def test_kinds_that_differ_by_layer_each_do_their_own(text: str) -> None:
     """In the same call, even if only some kinds renumber positions for RoPE."""
     args = tiny_args(n_layers=4, head_dim=32, max_seq_len=100)
-    model, tokens, given = tiny_model(args, kv_cache=text), some_tokens(1, 60), []
+    model, tokens, given = tiny_model(args), some_tokens(1, 60), []
     model.kv_cache = text
     cache = model.new_cache()
     hooks = [

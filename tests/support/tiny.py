@@ -6,7 +6,7 @@ Nothing here uses llama/checkpoint, llama/rope or llama/ops, so that a mistake t
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -40,7 +40,8 @@ def tiny_args(**changes: Any) -> ModelArgs:
 
 def tiny_model(args: ModelArgs | None = None, *, dtype: torch.dtype = torch.float64, **changes: Any) -> Transformer:
     """Return a model whose weights, norms included, are large enough that each affects the logits."""
-    return testing.tiny_model(args or tiny_args(**changes), dtype).requires_grad_(True)
+    args = tiny_args(**changes) if args is None else replace(args, **changes)
+    return testing.tiny_model(args, dtype).requires_grad_(True)
 
 
 def some_tokens(rows: int, length: int, *, vocab_size: int = 40, seed: int = 0) -> Tensor:
