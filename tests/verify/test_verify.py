@@ -54,15 +54,12 @@ class Command:
 
     def __call__(self, *words: str) -> tuple[int, str]:
         """Return the exit code and what was printed."""
-        code, out, err = self._run(words)
-        assert (err != "") == (code in (2, 130)), "an error goes to stderr, and nothing else does"
-        return code, out + err
-
-    def _run(self, words: Sequence[str]) -> tuple[int, str, str]:
         given = {word.partition("=")[0] for word in words}
         small = [word for word in SMALL if word.partition("=")[0] not in given]
         code = cli.run(verify.main, ["--ckpt_dir", str(self.checkpoint), "--output", str(self.file), *small, *words])
-        return code, *self.capsys.readouterr()
+        out, err = self.capsys.readouterr()
+        assert (err != "") == (code in (2, 130)), "an error goes to stderr, and nothing else does"
+        return code, out + err
 
     @property
     def written(self) -> Any:
