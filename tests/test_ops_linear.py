@@ -73,7 +73,7 @@ def test_gradients_flow(frozen: str | None) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp uses it itself
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # torch.func.jvp uses it itself
 def test_gradients_flow_forward() -> None:
     """oneDNN's operator alone would silently give tangents of zero here."""
     x, weight, tangent = torch.randn(3, 4), torch.randn(6, 4), torch.randn(3, 4)
