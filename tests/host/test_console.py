@@ -207,7 +207,8 @@ def test_sigterm_under_a_launcher_is_not_handled(command: str) -> None:
     assert (process.returncode, err) == (-signal.SIGTERM, b"")
 
 
-SLOW = "import time\nprint('waiting', flush=True)\ntime.sleep(60)\n"
+# Naps: a signal that comes just before a long sleep is handled after it.
+SLOW = "import time\nprint('waiting', flush=True)\nfor _ in range(600):\n    time.sleep(0.1)\n"
 
 
 @pytest.mark.parametrize(
