@@ -8,6 +8,7 @@ from commands import Terminal
 from tqdm import tqdm
 
 from llama.host import progress
+from llama.host.progress import EVERY_S as REAL_S  # before the tests' own value is set
 from llama.host.progress import progress_bar, seconds_bar
 
 
@@ -15,6 +16,7 @@ from llama.host.progress import progress_bar, seconds_bar
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "EVERY_S", REAL_S)
     return now
 
 

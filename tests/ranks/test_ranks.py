@@ -59,7 +59,7 @@ def torchrun(size: int, *words: object, cwd: Path = ROOT, forked: bool = False) 
 def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
     """Return a job's exit code and output. Raises TimeoutExpired, and ends the job, if it takes too long."""
     try:
-        printed, _ = job.communicate(timeout=150)
+        printed, _ = job.communicate(timeout=400)
     except subprocess.TimeoutExpired:
         job.terminate()
         job.communicate()
