@@ -44,6 +44,7 @@ _OF_METHODS = {
     *("score", "budget", "choose", "configure", "kept_of", "every_step", "adds_up"),
     *("lossless", "whole_prompt", "form", "default", "observes", "has_rope_starts"),
     *(name for name in _NAMES[ScoredCache] if name.startswith("__") and not callable(getattr(ScoredCache, name))),
+    "__annotate_func__",  # Python 3.14 stores a class's annotations as a function
 }
 _OF_STORAGE = {*_NAMES[ScoredCache], *KVCache.__annotations__, *ScoredCache.__annotations__} - _OF_METHODS
 
