@@ -117,7 +117,10 @@ class Stream(Iterator[tuple[int, str]]):
         return piece
 
     def step(self) -> tuple[int, str] | None:
-        """Take at most one token, which may have no text; return its row and its piece, or None at the end."""
+        """Take at most one token, which may have no text; return its row and its piece, or None at the end.
+
+        For callers that do not change the model between tokens.
+        """
         made = next(self._pieces, None)
         if made is None:
             return None

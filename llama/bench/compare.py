@@ -10,6 +10,7 @@ from llama.bench.schema import Report, Row, Status, cell_of, cell_row, differing
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
+SAME_TEXT = "same text with guesses"  # a check
 
 
 class OtherSetup(ValueError):
@@ -71,7 +72,7 @@ def compare_pair(report: Report, on: Row, off: Row, *, with_margin: bool = True)
     if cell.speculate:
         rounds = "plain" in on["path"].partition(",")[0]  # by the size of a call, so that near ties may differ
         status: Status = "ok" if comparison["equal"] else "not observed" if rounds else "violated"
-        found: Row = {"figures": "check", "name": "same text with guesses", "status": status, "detail": words}
+        found: Row = {"figures": "check", "name": SAME_TEXT, "status": status, "detail": words}
         merge(report, [found], on["cell"])
 
 

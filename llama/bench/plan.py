@@ -14,7 +14,7 @@ from typing import Any
 from llama.bench.cell import Cell
 from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
 from llama.bench.noise import judge_noise
-from llama.bench.presets import GROUPS, RECORDING, TEXT_LENGTHS, Calibration, Group, Job, cells_of, recording_job
+from llama.bench.presets import GROUPS, LENGTHS, RECORDING, Calibration, Group, Job, cells_of, recording_job
 from llama.bench.report.derived import scatter
 from llama.bench.report.files import RESULTS, keep_steps, steps_of, write_json
 from llama.bench.report.sentences import findings
@@ -117,8 +117,8 @@ class Run:
         if not self.is_hand_in:  # whose minutes are few; every cell measures the ceilings, too
             add_result(report, self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False), 0)
         options: dict[str, Any] = {"rows": rows if report["preset"] in ("table", "report") else 1}
-        if self.is_hand_in and not rows_of(report, "text"):  # first: no load may cost a student the texts
-            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": TEXT_LENGTHS}
+        if self.is_hand_in and not rows_of(report, "text"):  # first: on a busy machine nothing else may fit
+            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": LENGTHS}
             options["texts"]["seconds"] = self.seconds_left()
         name = "the texts, and how long the rest takes" if "texts" in options else "how long it will take"
         found = self._do(timed := Job(name, "calibrate", first, 0, 0.0, options), limited=False)
@@ -140,7 +140,8 @@ class Run:
             words += f", {duration(left)} of the budget are left"
             words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
         if once > left:
-            enough = math.ceil((self._whole() - left + once) / 60)
+            passed = time.monotonic() - self.began + self._whole() - self.budget  # with what is left for writing
+            enough = math.ceil((passed + once) / 60)
             flag = "minutes" if report["command"].startswith("llama-kv report") else "budget"
             words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "
             words += f"--{flag} {enough}; --{flag} 0 measures everything once, however long it takes"
@@ -173,14 +174,15 @@ class Run:
         The very first one of cells is done in any case, except in a report, whose minutes are a promise. Once a group
         of cells does not fit, no cells of a larger batch are measured. Late groups go into `late`, if it is given.
         """
-        done, smallest_left_out = [], math.inf
+        done, smallest_left_out = list[Group](), math.inf
         for group in groups:
             if group.late and late is not None:
                 late.append(group)
                 continue
             jobs, batch = self._due(group, 0), group.jobs[0].cell.batch_size
             due = Group(jobs, group.repeats)
-            first = group.jobs[0].of_cell and not (self.report["done"] or self.is_hand_in)
+            is_cell, before = group.jobs[0].of_cell, any(one.jobs[0].of_cell for one in done)
+            first = late is not None and is_cell and not (before or self.is_hand_in)
             left = self.seconds_left()
             left /= RECORDING_SHARE if group.jobs[0].name == RECORDING else 1
             fits = self.expected(due) <= left and not (group.repeats and batch > smallest_left_out)

@@ -47,7 +47,8 @@ class Report(TypedDict):
     """A run of the benchmark. `cells` are what was asked for, `plan` what the preset measures beside them.
 
     `done` counts the repetitions of each job by its name. `reading` is what follows from the figures, in sentences;
-    `failures` is what was not measured, and why. `files` are digests of the files beside the results, as written.
+    `failures` is what was not measured, and why. `files` has the digests of the files beside the results, as they
+    were written.
     """
 
     schema: str
@@ -63,7 +64,7 @@ class Report(TypedDict):
     ceilings: Ceilings | None
     reading: list[str]
     failures: list[str]
-    files: NotRequired[dict[str, str]]
+    files: NotRequired[dict[str, list[str]]]
     rows: list[Row]
 
 

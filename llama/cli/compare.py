@@ -39,6 +39,8 @@ def main(*results: str, allow: float = 5.0, other_setup: bool = False, json: str
     if json is not None:
         check_writable(Path(json))
     a, b = map(read_result, results)
+    if json is not None and Path(json).exists() and any(_file_of(name).samefile(json) for name in results):
+        raise ValueError(f"--json {json} is one of the results; choose another file")
     with malformed_refused():
         differ, found = differences(a, b), figures(a, b)
         noisy = [side for side, report in (("A", a), ("B", b)) if is_noisy(report)]
@@ -69,9 +71,13 @@ def malformed_refused() -> Iterator[None]:
         raise ValueError(f"a result is malformed ({error!r}); measure it again") from error
 
 
+def _file_of(name: str) -> Path:
+    return Path(name) / RESULTS if Path(name).is_dir() else Path(name)
+
+
 def read_result(name: str) -> Any:
     """Return the report in a file, or in a folder's results.json. Raises ValueError if it is none of this version."""
-    path = Path(name) / RESULTS if Path(name).is_dir() else Path(name)
+    path = _file_of(name)
     try:
         report = parse_object(read_regular(path, limit=_MOST))
     except ValueError as error:

@@ -61,7 +61,7 @@ def main(
     check_speculate(speculate)
     key = os.environ.get("LLAMA_KV_KEY") or None if key is None else key
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
-        raise ValueError("the key must be printable ASCII without spaces around it, for clients send it in a header")
+        raise ValueError("the key must be printable ASCII without spaces around it: clients send it in a header")
     try:
         from llama.serve.server import Server, bind, is_loopback
     except ImportError as error:

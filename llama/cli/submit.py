@@ -21,6 +21,10 @@ LOOK_EVERY = 10.0  # seconds
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
+class TasksDied(RuntimeError):
+    """Rounds of tasks have ended, and no cell was done."""
+
+
 def run_parts(
     words: list[str],
     folder: Path,
@@ -33,7 +37,7 @@ def run_parts(
     """Run `llama-kv sweep WORDS --part=i/TASKS` for every part that is not done, until all are.
 
     undone: how many cells of each part are not done, by the part's number. Raises ValueError for wrong arguments, and
-    RuntimeError after TRIES rounds in which no cell was done.
+    TasksDied after TRIES rounds in which no cell was done.
     """
     if cluster not in CLUSTERS or tasks < 1:
         raise ValueError(f"--submit={cluster} --tasks={tasks}: submit to {' or '.join(CLUSTERS)}, at least 1 task")
@@ -52,7 +56,7 @@ def run_parts(
         before, left = left, undone()
         tries = tries + 1 if left == before else 0
         if tries == TRIES:
-            raise RuntimeError(
+            raise TasksDied(
                 f"{sum(left.values())} cells are not done, and {TRIES} rounds of tasks have ended without one more; "
                 f"{folder / 'tasks'} has what the tasks printed"
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llama.cli.benchmark_inference import DIED, as_started, report_exit_code, show_report
 from llama.cli.compare import malformed_refused, read_result
+from llama.cli.submit import TasksDied, run_parts
 from llama.host import console
 from llama.host.cores import FreeCores
 from llama.host.parts import own_part
@@ -31,8 +32,8 @@ def main(
 ) -> int:
     """Measure the cells of a plan, each once, and make one report of them.
 
-    The exit code is 3 if a check is violated, 1 if a cell died or was refused, 2 for a mistake, and otherwise 0; that
-    of a part is of its cells alone. The same command continues a sweep that ended in any way.
+    The exit code is 3 if a check is violated, 1 if a cell died or was refused, 2 for a mistake, and otherwise 0. A
+    part returns the code of its own cells. The same command continues a sweep that ended in any way.
 
     Args:
         plan: A TOML file with lists: models, kinds, contexts, batch, tasks; docs/sweeps.md has the others.
@@ -50,9 +51,11 @@ def main(
     if submit is not None:
         try:
             _submit(file, folder, submit, tasks, option)
-        except RuntimeError as error:  # tasks die again and again; the cells that are done have a report all the same
+        except TasksDied as error:  # the cells that are done have a report all the same
             console.say(f"error: {error}")
             exit_code = DIED
+            if not any(folder.glob("*.json")):
+                return exit_code
     else:
         i, n = own_part(part)
         exit_code = _measure_part(file, folder, i, n)
@@ -96,7 +99,6 @@ def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
 def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[str]) -> None:
     """Measure the parts of a plan by tasks of a cluster, until every cell is done or tasks die again and again."""
     from llama.bench.sweep import is_done, part_of, read_plan
-    from llama.cli.submit import run_parts
 
     points = read_plan(read_text(file, limit=_LONGEST_PLAN))
     parts = [part_of(points, i, tasks) for i in range(1, tasks + 1)]
@@ -120,13 +122,11 @@ def merge(*results: str, out: str = "merged") -> int:
     """
     from llama.bench.merged import merged
     from llama.bench.report.files import RESULTS, write_report
-    from llama.bench.run.directory import read_report
 
-    there = read_report(Path(out) / RESULTS)
-    if there is not None and there["preset"] != "merged":
-        raise ValueError(
-            f"{out} has a measured {there['preset']}, which a merge would replace; give --out another folder"
-        )
+    there = Path(out) / RESULTS
+    with malformed_refused():
+        if there.exists() and json.loads(there.read_text("utf-8"))["preset"] != "merged":
+            raise ValueError(f"{out} has measured results, which a merge would replace; give --out another folder")
     with malformed_refused():
         report = merged(_different(results), command=as_started())
         show_report(report, write_report(report, Path(out)))

@@ -83,15 +83,10 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
 @contextmanager
 def _locked(library: Path) -> Iterator[None]:
     """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored."""
-    path = library.with_suffix(".lock")
-    with open(path, "ab") as file:
+    with open(library.with_suffix(".lock"), "ab") as file:  # which stays: deleted, it would be another file for others
         with suppress(OSError):  # a file system without locks
             lock_file(file, wait=True)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # a file that others have open cannot be deleted on Windows
-                path.unlink()
+        yield
 
 
 def _stored(library: Path, digest: Path) -> ctypes.CDLL | None:

@@ -11,7 +11,7 @@ from llama.untrusted.words import printable
 
 MOST_BYTES = 1_000_000  # of a body
 MOST_TEXTS = 16  # of one request
-MOST_STOPS = 64  # stop strings of a request: each is looked for at each token, while other clients wait
+MOST_STOPS, LONGEST_STOP = 64, 256  # strings, and characters of each: all are searched at each token, while others wait
 _MOST_OF = {"{": 1 << 12, "[": 1 << 12, ",": 1 << 19}  # in a body
 _FINITE = ("temperature", "repetition_penalty")  # beyond 0.01 to 100 they can make float32 logits infinite
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # OpenAI's, by status
@@ -67,6 +67,10 @@ def _are(kind: type, least: int = 1) -> Callable[[Any], bool]:
     return lambda some: isinstance(some, list) and len(some) >= least and all(type(x) is kind and x != "" for x in some)
 
 
+def _are_stops(value: Any) -> bool:
+    return _are(str, 0)(value) and len(value) <= MOST_STOPS and max(map(len, value), default=0) <= LONGEST_STOP
+
+
 def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or _are(int)(value)
 
@@ -104,8 +108,8 @@ _SHARED: Mapping[str, _Rule] = {
     **dict.fromkeys(("stream", "kv_caching", "timings_per_token"), _FLAG),
     "seed": _Rule(lambda value: check_seed(value) is not None),
     "stop": _Rule(
-        lambda value: _are(str)([value]) or (_are(str, 0)(value) and len(value) <= MOST_STOPS),
-        f"a text, or a list of at most {MOST_STOPS} texts, none of them empty",
+        lambda value: _are_stops([value] if isinstance(value, str) else value),
+        f"a text, or a list of at most {MOST_STOPS} texts, each of 1 to {LONGEST_STOP} characters",
     ),
     "stream_options": _Rule(
         lambda value: (
@@ -186,9 +190,13 @@ def plain_dialog(messages: Any) -> Any:
     return [_plain(one) if isinstance(one, dict) else one for one in messages]
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and type(part.get("text")) is str
+
+
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
     parts = message.get("content")
-    if isinstance(parts, list) and all(isinstance(part, dict) and type(part.get("text")) is str for part in parts):
+    if isinstance(parts, list) and parts and all(map(_is_text, parts)):
         message["content"] = "".join(part["text"] for part in parts)
     return message

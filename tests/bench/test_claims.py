@@ -113,6 +113,20 @@ def test_an_exact_figure_has_no_interval() -> None:
         assert verdict(rule, {"static": {"figures": "comparison", "equal": equal}}, plan) == word
 
 
+def test_other_tokens_refute_that_guesses_change_none_and_every_other_check_counts() -> None:
+    rule = {"figure": "comparison.equal", "of": {"kind": "static"}, "at_least": 1}
+    claim = Claim("x", "", "", {"kinds": ["static"], "compare": True}, rule)
+
+    def report(name: str, point: Point) -> Report:
+        made = report_of({"static": {"figures": "comparison", "equal": False}}, point)
+        made["rows"].append(check(0, name, "other tokens", "violated"))
+        return made
+
+    assert judge(claim, partial(report, "same text with guesses"))[0] == REFUTED
+    with pytest.raises(ValueError, match="static violates a check: tokens fed"):
+        judge(claim, partial(report, "tokens fed"))
+
+
 def _on_two_machines(point: Point) -> Report:
     return report_of({kind: {**row, "cache_bytes": 9} for kind, row in times(0.4).items()}, point, machine=point.kind)
 

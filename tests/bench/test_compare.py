@@ -135,10 +135,12 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     bad = [changed("rows", [{"seconds": [1.0]}]), changed("rows.0.seconds", ["one"]), changed("rows", [])]
     good, rowless, word, empty, old = saved(tmp_path, run(), *bad, changed("schema", "llama-kv/benchmark/2"))
     (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "link").symlink_to(good)
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: main(good), "1 results"),
         (lambda: main(good, good, allow=-1.0), "allow=-1.0"),
         (lambda: main(good, good, allow=math.nan), "allow=nan"),
+        (lambda: main(good, good, json=str(tmp_path / "link")), "link is one of the results; choose another"),
         (lambda: main(good, rowless), "a result is malformed"),
         (lambda: main(good, word), "a result is malformed"),
         (lambda: main(good, empty), "no figure in common"),

@@ -193,14 +193,16 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     wrong = quality_of("static", "x")
     rows_of(wrong, "task")[0]["answer_lens"] = ["a"]  # which no figure but a table needs
     measured = saved(tmp_path / "run" / RESULTS, table_report())
+    older = saved(tmp_path / "old" / RESULTS, {**table_report(), "schema": "x"})
     of_two = saved(tmp_path / "two.json", merged([report_of(STATIC), report_of(INT8, {**SETUP, "machine": "b"})]))
     calls: list[tuple[Callable[[], object], str]] = [
         *((partial(command, of_two, of_two), "merged from 2 setups; give the results") for command in (merge, main)),
         (lambda: merge(), "no cell; give results"),
         (
             lambda: merge(measured, out=str(Path(measured).parent)),
-            "run has a measured table, which a merge would replace",
+            "run has measured results, which a merge would replace",
         ),
+        (lambda: merge(measured, out=str(Path(older).parent)), "old has measured results"),
         (lambda: merge(str(tmp_path / "empty")), "has no .json file"),
         (lambda: merge(str(tmp_path / "torn")), "a.json: "),
         (lambda: merge(saved(tmp_path / "old.json", {**report_of(STATIC), "schema": "x"})), "its schema is 'x'"),

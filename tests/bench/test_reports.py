@@ -12,6 +12,8 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from llama.bench.report import files
 from llama.bench.report.contents import NOISY
 from llama.bench.report.derived import crossovers, growth
 from llama.bench.report.files import write_report
@@ -685,20 +688,40 @@ def test_an_edited_file_stays_and_the_new_one_has_a_number(tmp_path: Path, caplo
     write_report(report, tmp_path)
     write_report(report, tmp_path)
     assert (caplog.text, list(tmp_path.glob("*-2.*"))) == ("", []), "files that nobody edited are replaced"
-    for name, words in (("report.md", "In my own words: it remembers."), ("table.csv", "a;b"), ("plots/kinds.png", "")):
+    for name, words in (("report.md", "In my own words: it remembers."), ("table.csv", "a;b"), ("report.html", "")):
         (tmp_path / name).write_text(words, "utf-8")
         report["command"] += " --resume"
         paths = write_report(json.loads(json.dumps({**report, "files": {}})), tmp_path)  # as a new merge has none
         assert (tmp_path / name).read_text("utf-8") == words
         new = tmp_path / re.sub(r"(\.\w+)$", r"-2\1", name)
         assert new in paths
-        assert f"{tmp_path / name} was edited, so it stays as it is; the new one is {new}" in caplog.text
+        assert f"{tmp_path / name} was edited, so it stays as it is; the new file is {new}" in caplog.text
     assert md.with_stem("report-2").read_text("utf-8") == report_markdown(report, ["kinds"]), "the newest"
     md.with_stem("report-2").write_text("also mine")
     (tmp_path / "results.json").write_text("{")  # torn: nothing shows who wrote the files
     write_report(report, tmp_path)
     assert md.with_stem("report-2").read_text() == "also mine"
     assert md.with_stem("report-3").read_text("utf-8") == report_markdown(report, ["kinds"])
+
+
+def test_files_that_an_interruption_left_are_not_taken_for_edited_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report, real = caches_report(["static", "int8"]), files.replace_file
+    write_report(report, tmp_path)
+
+    def until(name: str, path: Path, content: bytes) -> Path:
+        if path.name == name:
+            raise OSError(28, "No space left on device")
+        return real(path, content)
+
+    for name in ("report.md", "table.csv", "report.html", "kinds.png", ""):
+        report["command"] += " --resume"
+        monkeypatch.setattr(files, "replace_file", partial(until, name))
+        with suppress(OSError):
+            write_report(report, tmp_path)
+    assert (caplog.text, list(tmp_path.glob("*-2.*"))) == ("", [])
+    assert (tmp_path / "report.md").read_text("utf-8") == report_markdown(report, ["kinds"])
 
 
 LOOK = """<iframe width="%s" height="900" srcdoc="%s"></iframe><script>

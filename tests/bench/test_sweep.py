@@ -1,5 +1,6 @@
 """A sweep: its plan, its parts, and that each cell is measured once, however often the processes end."""
 
+import json
 import os
 import re
 import resource
@@ -213,10 +214,12 @@ def test_a_cell_is_measured_once_and_again_if_its_file_is_torn_or_it_died(tmp_pa
     file_of(tmp_path, POINTS[1]).write_bytes(b"")
     counted.error = "died: its process was ended by SIGKILL"
     measure_all(tmp_path)
+    malformed = {**report_at(file_of(tmp_path, POINTS[2])), "rows": []}
+    file_of(tmp_path, POINTS[2]).write_text(json.dumps(malformed))
     counted.error = "refused: it is too long"
     measure_all(tmp_path)
     measure_all(tmp_path)
-    assert counted.done[3:] == ["off", "static"] * 2
+    assert counted.done[3:] == ["off", "static", "off", "static", "int8"]
 
 
 @pytest.mark.parametrize(

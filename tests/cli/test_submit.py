@@ -132,10 +132,14 @@ def test_tasks_that_end_without_a_cell_are_given_up_after_some_rounds_and_the_ot
     plan, out = tmp_path / "plan.toml", tmp_path / "out"
     model = write_checkpoint(tmp_path / "tiny", max_seq_len=64, **NATIVE_SIZES)
     plan.write_text(f'models = ["{model}"]\ncontexts = [65]\nkinds = ["static"]\n')
+    monkeypatch.setattr(submit, "LOOK_EVERY", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(submit, "_command", lambda words: CommandFunction(["false"]))
+        assert sweep(str(plan), out=str(out), submit="local", tasks=1) == 1
+    assert capsys.readouterr().err.count("error: ") == 1, "no cell, so no report"
     assert sweep(str(plan), out=str(out)) == 1  # refused, which is a result
     plan.write_text(f'models = ["{model}"]\ncontexts = [65, 66, 67]\nkinds = ["static"]\n')
     monkeypatch.setattr(submit, "_command", lambda words: CommandFunction(["false"]))
-    monkeypatch.setattr(submit, "LOOK_EVERY", 0.1)
     capsys.readouterr()
     assert sweep(str(plan), out=str(out), submit="local", tasks=1) == 1
     assert "2 cells are not done, and 3 rounds of tasks have ended without one more" in capsys.readouterr().err

@@ -130,7 +130,7 @@ TABLE_COLUMNS = {
         "minus full, %", "the score minus that of the first kind, which stores everything, with a 95 % interval, "
         "paired by sample",
     ),
-    "lost": Column("lost", "the samples that have a lower score than with the first kind"),
+    "lost": Column("lost", "the samples that have a lower score than with the full cache"),
     "answer_len": Column("answer, tokens", "the mean length of the answers", form=".1f"),
     "score_question_seen": Column(
         "score, question seen, %", "with the question in the prompt: a kind that compresses it sees the question"

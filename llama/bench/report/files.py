@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 def write_report(report: Report, folder: Path) -> list[Path]:
     """Write report.md, table.csv, results.json, report.html and plots/*.png; return all paths in the folder.
 
-    Each file is replaced as a whole, unless it was edited since it was written: then it stays, a number is put behind
-    the name of the new one, and the log says so. The report gets the digests that show it. Raises
+    Each file is replaced as a whole. A report.md, table.csv or report.html that was edited stays, the new file gets a
+    numbered name, and the log names both; the digests in `report["files"]` show which files were edited. Raises
     ValueError before anything is written if a figure is not a number, and OSError if the folder cannot be written.
     """
     drawn, steps, known = figures(report), steps_of(folder), _digests_in(folder / RESULTS)
@@ -31,18 +31,20 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         "table.csv": report_csv(report).encode(),
         "report.html": report_page(report, drawn, steps).encode(),
     }
-    files |= {f"plots/{name}.png": as_png(figure) for name, figure in drawn.items()}
-    names = {name: _free_name(folder, name, known, _digest(content)) for name, content in files.items()}
-    report["files"] = {**known, **{names[name]: _digest(content) for name, content in files.items()}}
-    results = write_json(report, folder / RESULTS)  # first: everything else can be made from it
-    written = [replace_file(folder / names[name], content) for name, content in files.items()]
+    names = {name: _free_name(folder, name, known, content) for name, content in files.items()}
+    # Those of the present files as well: the writing may be interrupted before it comes to them.
+    digests = {new: [*_present(folder / new), _digest(files[name])] for name, new in names.items()}
+    report["files"] = {**known, **digests}
+    written = [write_json(report, folder / RESULTS)]  # first: everything else can be made from it
+    written += [replace_file(folder / names[name], content) for name, content in files.items()]
+    written += [replace_file(folder / f"plots/{name}.png", as_png(figure)) for name, figure in drawn.items()]
     for old, new in names.items():
         if old != new:
-            logger.warning("%s was edited, so it stays as it is; the new one is %s", folder / old, folder / new)
-    return [results, *written, *([folder / STEPS_FILE] if steps is not None else [])]
+            logger.warning("%s was edited, so it stays as it is; the new file is %s", folder / old, folder / new)
+    return [*written, *([folder / STEPS_FILE] if steps is not None else [])]
 
 
-def _digests_in(results: Path) -> dict[str, str]:
+def _digests_in(results: Path) -> dict[str, list[str]]:
     """Return the digests of the files that were written beside these results; none if that is not known."""
     try:
         return dict(json.loads(results.read_text("utf-8"))["files"])
@@ -50,15 +52,19 @@ def _digests_in(results: Path) -> dict[str, str]:
         return {}
 
 
-def _free_name(folder: Path, name: str, known: Mapping[str, str], digest: str) -> str:
+def _free_name(folder: Path, name: str, known: Mapping[str, list[str]], content: bytes) -> str:
     """Return the name, or the first one with a number behind its stem that no edited file has."""
     path = Path(name)
     for number in count(1):
         one = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
-        found = folder / one
-        if not found.exists() or _digest(found.read_bytes()) in (known.get(one.as_posix()), digest):
+        if {*_present(folder / one)} <= {*known.get(one.name, []), _digest(content)}:
             break
-    return one.as_posix()
+    return one.name
+
+
+def _present(file: Path) -> list[str]:
+    """Return the digest of a file, or nothing if there is none."""
+    return [_digest(file.read_bytes())] if file.exists() else []
 
 
 def _digest(content: bytes) -> str:

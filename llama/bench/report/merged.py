@@ -7,7 +7,7 @@ from typing import Any
 from llama.bench.cell import Cell
 from llama.bench.report.columns import NOT_JUDGED, TABLE_COLUMNS, Table, view
 from llama.bench.report.tables import QUALITY_COLUMNS
-from llama.bench.report.tasks import scores_of
+from llama.bench.report.tasks import note_on, scores_of
 from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of
 from llama.bench.statistics import values_of
 
@@ -44,7 +44,8 @@ def _table(report: Report, figures: str, rows: Sequence[Row]) -> Table:
         values = (FIRST.get(row[name], row[name]) if name == "kind" else row[name] for name in order)
         return [f"{value:012}" if isinstance(value, int) else str(value) for value in values]
 
-    return view(TITLES.get(figures, figures), [*named, *measured, "n"], sorted(shown, key=place))
+    notes = [note_on(rows)] if figures == "task" else []
+    return view(TITLES.get(figures, figures), [*named, *measured, "n"], sorted(shown, key=place), notes)
 
 
 def _named(cell: Cell, row: Row) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def task_table(report: Report) -> Table:
     rows = [{**row, **minus_full(row, full.get((row["task"], row["context"])))} for row in rows]
     shown = [{**row, "kind": kind_names(report)[row["cell"]], **scores_of(row)} for row in rows]
     names = [*COLUMNS, *(f"{figure}{way}" for way in WAYS for figure in FIGURES)]
-    return view("Scores of tasks", names, shown, [_note(rows)] if rows else [])
+    return view("Scores of tasks", names, shown, [note_on(rows)] if rows else [])
 
 
 def _means(report: Report) -> list[Row]:
@@ -111,7 +111,7 @@ def _with_interval(values: Sequence[float], sign: str = "") -> str:
     )
 
 
-def _note(rows: Sequence[Row]) -> str:
+def note_on(rows: Sequence[Row]) -> str:
     counts = [len(row["scores"]) for row in rows]
     few = f"; a mean of fewer than {LEAST_SAMPLES} has no interval" if min(counts) < LEAST_SAMPLES else ""
     return (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llama.bench.report.files import RESULTS, write_json
-from llama.bench.schema import SCHEMA, Report, rows_of
+from llama.bench.schema import SCHEMA, Report, cell_row, rows_of
 
 
 def new_run(out: Path, report: Report) -> tuple[Path, Report]:
@@ -45,7 +45,7 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
     for path in reversed(found):
         kept = read_report(path)
         if kept is not None and kept["cells"] == report["cells"] and _text_of(kept) == _text_of(report):
-            kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
+            kept |= {"failures": [], "budget_minutes": report["budget_minutes"], "command": report["command"]}
             for row in rows_of(kept, "cell"):
                 row["error"] = None  # what died is tried again
             return path.parent, kept
@@ -56,11 +56,12 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
 
 
 def read_report(path: Path) -> Report | None:
-    """Return the report in a file; None if it is not one of this version."""
+    """Return the report in a file; None if it is not one of this version, or has lost its rows or its plan."""
     try:
         report: Report = json.loads(path.read_text("utf-8"))
-        return report if report["schema"] == SCHEMA and report["cells"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = report["schema"] == SCHEMA and report["preset"] and _text_of(report) and _kind(report)
+        return report if whole and cell_row(report, 0) else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 

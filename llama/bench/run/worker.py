@@ -61,7 +61,7 @@ def describe_machine(cell: Cell) -> dict[str, Any]:
 def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> dict[str, Any]:
     """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset.
 
-    texts: the arguments of `continued_texts`, whose rows come, too: a process of their own would take longer to start.
+    texts: the arguments of `continued_texts`; its rows are returned as well, without the start of another process.
     `seconds` is the time of all of it, without that of the process to start and to end.
     """
     started = time.perf_counter()
@@ -85,8 +85,8 @@ def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> 
     if texts is not None:
         try:
             found["rows"] = continued_texts(engine, **texts, started=started)
-        except ValueError as error:  # such as prompts that are too long for the model: the cells stand
-            found["failures"] = [f"the texts: refused: {error}"]
+        except (ValueError, RuntimeError) as error:  # too long for the model, or out of memory: the cells stand
+            found["failures"] = [f"the four texts: {str(error).splitlines()[0]}"]
     return {**found, "seconds": time.perf_counter() - started}
 
 
@@ -95,7 +95,7 @@ def continued_texts(
 ) -> list[Row]:
     """Return each prompt continued in both modes: by the shortest length, or by the longest that a share allows.
 
-    That is a tenth of the `seconds` that are left of those from `started` on; if none are left, there is no row.
+    That is a tenth of what is left of the `seconds` from `started` on.
     """
     assert isinstance(engine, LlamaEngine)
     began, fed = time.perf_counter(), [len(engine.encode(prompt)) for prompt in prompts]
@@ -104,8 +104,6 @@ def continued_texts(
     def tokens(length: int) -> int:  # of the mode without the cache, which takes most of the time
         return sum(length * (one + length // 2) for one in fed)
 
-    if share <= 0:
-        return []
     rows = _both_modes(engine, prompts, shortest)
     took = time.perf_counter() - began
     fits = (length for length in longer if took * tokens(length) / tokens(shortest) <= share)
@@ -168,7 +166,7 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
 
 
 def hand_in(cell: Cell, *, watched: dict[str, Any]) -> dict[str, Any]:
-    """Return the peak of a cell in both modes and the page of a generation, from one process, which costs less."""
+    """Return the peak of a cell in both modes and the page of a generation; one process loads the model once."""
     opened = open_engine(cell)
     engine, rows = opened.engine, list[Row]()
     assert isinstance(engine, LlamaEngine)
