@@ -356,6 +356,10 @@ def test_wrong_values_of_a_flag_are_refused_before_weights_are_read(
     "words",
     [
         ["--temperature", "-1"],
+        ["--top_p", "2"],
+        ["--top_k", "0"],
+        ["--min_p=-0.1"],
+        ["--repetition_penalty", "0"],
         ["--timeout", "nan"],
         ["--max_gen_len", "0"],
         ["--stop", ""],

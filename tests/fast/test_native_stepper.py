@@ -472,11 +472,14 @@ def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
     _, model = pair(kv_cache="paged")
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 7)
+    before = served(model)
     expected = [session.fork().generate(90, temperature=0.9, seed=seed)["ids"] for seed in range(3)]
+    steps = served(model) - before
     for _ in range(2):
         forks = [session.fork() for _ in range(3)]
         made = in_threads(*(partial(fork.generate, 90, temperature=0.9, seed=seed) for seed, fork in enumerate(forks)))
         assert [one["ids"] for one in made] == expected
+    assert served(model) == before + 3 * steps
 
 
 def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:

@@ -326,6 +326,27 @@ class BoundsOfOneRow(QuestCache):
             bounds[:] = bounds[:1].clone()
 
 
+@breaks(testing.the_first_row_may_be_repeated)
+class RepeatsTheNewest(KnormCache):
+    """Repeats only what is behind the prompt."""
+
+    def repeat_first_row(self, rows: int) -> None:
+        before = self._split()
+        super().repeat_first_row(rows)
+        self._join([before[row % len(before)] for row in range(rows)])
+
+
+@breaks(testing.a_copy_goes_on_by_itself)
+class CopiesShare(KnormCache):
+    """A copy shares the memory behind the prompt."""
+
+    def copy(self) -> "CopiesShare":
+        made = super().copy()
+        self._take(len(self._ends), 1, like=made.keys)  # type: ignore[arg-type]
+        made.keys, made.values = self.keys, self.values
+        return made
+
+
 @breaks(testing.a_prompt_in_chunks_stores_the_same)
 class BoundsWholePages(QuestCache):
     """Leaves out the page in which a call begins."""

@@ -52,6 +52,20 @@ def test_after_any_interrupt_a_session_goes_on(kind: str, count: int) -> None:
         sessions.interrupt(dice)
 
 
+@pytest.mark.parametrize("kind", ["static", "int8"])
+def test_a_text_that_a_later_layer_refuses_is_not_mixed_with_the_one_before(kind: str) -> None:
+    """Gradients are refused; the layers before have written."""
+    model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32).requires_grad_(False)
+    model.layers[1].requires_grad_(True)
+    first, second, cache = some_tokens(1, 41), some_tokens(1, 41, seed=1), model.new_cache(kind)
+    with torch.inference_mode():
+        model(first[:, :40], cache=cache)
+    with pytest.raises(ValueError, match="gradients cannot flow"):
+        model(second[:, :40], cache=cache)
+    with torch.inference_mode(), pytest.raises(ValueError, match="did not end"):
+        model(first[:, 40:], 40, cache=cache)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("whose", ["another model", "another text"])
 @pytest.mark.parametrize("layer", [0, 1], ids=["before writing", "in the middle of writing"])

@@ -22,6 +22,7 @@ from llama.kv_cache.published import (
     KnormCache,
     SnapKVCache,
     TovaCache,
+    leverage_scores,
 )
 from llama.model import Transformer
 from llama.ops import attention_weights
@@ -512,6 +513,13 @@ def test_compactor_keeps_the_ends_and_by_the_share_that_is_dropped_outliers_and_
     for head, own in zip(kept(cache.layers[0])[0], _observed(model, tokens, 300, scores), strict=True):
         inner = [at + first for at in own.topk(budget - first - last).indices.sort().values.tolist()]
         assert head == [*range(first), *inner, *range(300 - last, 300)]
+
+
+def test_leverage_is_that_of_ridge_regression() -> None:
+    x = torch.randn(2, 40, 8).double()
+    own = x - x.mean(1, keepdim=True)
+    hat = own @ torch.linalg.inv(own.mT @ own + 0.01 * torch.eye(8).double()) @ own.mT
+    torch.testing.assert_close(leverage_scores(x), hat.diagonal(dim1=1, dim2=2))
 
 
 def test_compactor_judges_keys_of_earlier_calls_by_their_leverage_alone() -> None:

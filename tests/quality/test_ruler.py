@@ -4,6 +4,7 @@ import math
 import re
 import uuid
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from random import Random
 from typing import Any
@@ -137,6 +138,7 @@ PLANTED: list[tuple[str, str, Any, str]] = [
     ("niah_single_2", "_needle", lambda unit, key, value: f"One magic {unit} of {key} is {value[::-1]}.", "answers"),
     ("niah_single_3", "DRAWN", {**ruler.DRAWN, "uuids": ("uuid", lambda _, dice: str(uuid.UUID(int=1)))}, "forms"),
     ("niah_multikey_1", "n_keys", Needles("prose", n_keys=3), "keys"),
+    ("niah_multikey_2", "hay", Needles("noise"), "keys"),
     ("niah_multivalue", "n_values", Needles("prose", n_values=5), "values"),
     ("niah_multiquery", "n_queries", Needles("prose", n_keys=4, n_queries=3), "queries"),
     ("vt", "hops", partial(ruler.variable_tracking, hops=3), "hops"),
@@ -155,6 +157,11 @@ def test_a_planted_fault_of_a_generator_is_found(
     else:
         monkeypatch.setattr(ruler, "TASKS", {**TASKS, name: TASKS[name]._replace(make=fault)})
     assert seen in faults(name, made(name), LENGTHS.get(name, 2500))
+
+
+def test_a_longer_text_is_found() -> None:
+    sample = made("vt")
+    assert faults("vt", replace(sample, context=sample.context + " more" * 40), 2500) == ["the length"]
 
 
 def test_a_sample_depends_on_its_task_length_seed_and_number_alone() -> None:

@@ -289,6 +289,11 @@ def be_of_another_class(model: Transformer) -> None:
     model.__class__ = type("Louder", (Transformer,), {"_plain": lambda self, *given: 2 * plain(self, *given)})
 
 
+def double_by_a_norm_of_another_class(model: Transformer) -> None:
+    plain = RMSNorm.forward
+    model.layers[1].ffn_norm.__class__ = type("Mine", (RMSNorm,), {"forward": lambda self, x: 2 * plain(self, x)})
+
+
 def turn_by_another_class(model: Transformer) -> None:
     at = RopeTable.at
 
@@ -338,7 +343,7 @@ CHANGES: dict[str, Change] = {
             *(turn_by_float64, turn_by_a_method_of_an_instance, put_a_cache_of_ones, take_the_memory_of_a_matrix),
             *(assign_zeros_without_memory, replace_the_call_of_an_instance, keep_keys_unrotated, halve_what_is_kept),
             *(be_of_another_class, turn_by_another_class, change_the_order_of_layers, leave_eps_to_pytorch),
-            *(want_gradients_of_angles, replace_a_method_of_the_model),
+            *(want_gradients_of_angles, replace_a_method_of_the_model, double_by_a_norm_of_another_class),
         )
     },
 }

@@ -131,6 +131,18 @@ def test_cached_logits_equal_uncached_down_to_the_rounding_of_the_dtype(dtype: t
     assert_parity(args, 2, [(0, 7), *token_by_token(LENGTH)[7:20], (20, 24)], dtype, allowed)
 
 
+def test_float64_tolerance_would_not_let_a_mistake_through() -> None:
+    """One position off, or one past token overwritten, changes the logits by far more than the tolerance."""
+    model, tokens = tiny_model().requires_grad_(False), some_tokens(2, 9)
+    expected = tiny_model(kv_caching=False)(tokens)[:, 8:]
+    model(tokens[:, :8])
+    assert (model(tokens[:, 8:], 7) - expected).abs().max() > 0.1
+    model(tokens[:, :8])
+    model(tokens[:, :1], 3)
+    assert (model(tokens[:, 8:], 8) - expected).abs().max() > 0.1
+    assert 1e6 * FP64_TOLERANCE < 0.1
+
+
 # --- Rows at different positions
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny_model, watched
 
-from llama.kv_cache import Cache, StaticCache
+from llama.kv_cache import Cache, PagedCache, StaticCache
 from llama.session import Session
 from llama.sessions.file import Content
 from llama.verify.certificate import PASSES, Figures, measure_run
@@ -149,12 +149,34 @@ def rewinds_the_text_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "_cut", cut)
 
 
+def keeps_the_logits(patch: pytest.MonkeyPatch) -> None:
+    real = Session._cut
+
+    def cut(self: Session, position: int) -> None:
+        before = self._logits
+        real(self, position)
+        self._logits = before
+
+    patch.setattr(Session, "_cut", cut)
+
+
 def restores_one_key_wrong(patch: pytest.MonkeyPatch) -> None:
     real = Session.restore
 
     def restore(self: Session, content: Content) -> None:
         content.layers[0]["keys"][0, 0] *= -1
         real(self, content)
+
+    patch.setattr(Session, "restore", restore)
+
+
+def loads_other_logits(patch: pytest.MonkeyPatch) -> None:
+    real = Session.restore
+
+    def restore(self: Session, content: Content) -> None:
+        real(self, content)
+        assert self._logits is not None
+        self._logits = self._logits.roll(1, -1)
 
     patch.setattr(Session, "restore", restore)
 
@@ -169,6 +191,18 @@ def shifts_what_is_repeated(patch: pytest.MonkeyPatch) -> None:
         self.keys = self.keys.roll(1, 1)
 
     patch.setattr(StaticCache, "repeat_first_row", repeat_first_row)
+
+
+def counts_no_row(patch: pytest.MonkeyPatch) -> None:
+    """Share blocks between rows without counting references, so that rows overwrite each other."""
+    real = PagedCache.repeat_first_row
+
+    def repeat_first_row(self: PagedCache, rows: int) -> None:
+        real(self, rows)
+        for block in self.tables[0]:
+            self.pool.shares[block] -= rows - 1
+
+    patch.setattr(PagedCache, "repeat_first_row", repeat_first_row)
 
 
 def joins_one_position_short(patch: pytest.MonkeyPatch) -> None:
@@ -190,9 +224,15 @@ FAULTS: list[tuple[Break, str, set[str]]] = [
     (shifts_what_is_repeated, "static", {AFTER_SESSION, FED_ONCE}),
     (joins_one_position_short, "static", {AMONG_OTHERS}),
 ]
+OF_PARTS: list[tuple[Break, str, set[str]]] = [  # of a pass: its logits, its last rewind, its row of other tokens
+    (keeps_the_logits, "static", {REWOUND}),
+    (loads_other_logits, "concat", {SAVED}),
+    (counts_no_row, "paged", {AFTER_SESSION, FED_ONCE}),
+]
+CASES = [*FAULTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OF_PARTS)]
 
 
-@pytest.mark.parametrize(("fault", "kv_cache", "found_by"), FAULTS)
+@pytest.mark.parametrize(("fault", "kv_cache", "found_by"), CASES)
 def test_a_broken_session_is_a_violation_of_its_pass_and_of_no_other(
     fault: Break, kv_cache: str, found_by: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
