@@ -210,4 +210,7 @@ class RowText:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` with which `stop` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -67,7 +67,7 @@ def one_thread() -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("LLAMA_NATIVE_TRIAL", "off")  # bits must not depend on which path was faster
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-        patch.setattr("llama.host.progress.EVERY_S", 1e9)  # lines of progress on a slow machine are not what is tested
+        patch.setattr("llama.host.progress.EVERY_S", 1e9)  # no test expects these lines
         yield
     torch.set_num_threads(threads)
 

@@ -14,7 +14,7 @@ from typing import Any
 from llama.bench.cell import Cell
 from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
 from llama.bench.noise import judge_noise
-from llama.bench.presets import GROUPS, LENGTHS, RECORDING, Calibration, Group, Job, cells_of, recording_job
+from llama.bench.presets import GROUPS, RECORDING, REPORT_LENGTHS, Calibration, Group, Job, cells_of, recording_job
 from llama.bench.report.derived import scatter
 from llama.bench.report.files import RESULTS, keep_steps, steps_of, write_json
 from llama.bench.report.sentences import findings
@@ -118,7 +118,7 @@ class Run:
             add_result(report, self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False), 0)
         options: dict[str, Any] = {"rows": rows if report["preset"] in ("table", "report") else 1}
         if self.is_hand_in and not rows_of(report, "text"):  # first: on a busy machine nothing else may fit
-            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": LENGTHS}
+            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": REPORT_LENGTHS}
             options["texts"]["seconds"] = self.seconds_left()
         name = "the texts, and how long the rest takes" if "texts" in options else "how long it will take"
         found = self._do(timed := Job(name, "calibrate", first, 0, 0.0, options), limited=False)
@@ -140,7 +140,7 @@ class Run:
             words += f", {duration(left)} of the budget are left"
             words += f"; cells are repeated up to {REPETITIONS} times" if again else ""
         if once > left:
-            passed = time.monotonic() - self.began + self._whole() - self.budget  # with what is left for writing
+            passed = time.monotonic() - self.began + self._whole() - self.budget  # and what is reserved for writing
             enough = math.ceil((passed + once) / 60)
             flag = "minutes" if report["command"].startswith("llama-kv report") else "budget"
             words += ".\nThe budget is too small: what does not fit is left out. Everything fits once with "

@@ -44,7 +44,7 @@ AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
 )
 FEWEST = AMOUNTS[-1][0]  # scored tokens that judge a kind
 RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
-LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report, and steps of its page: as many as fit
+REPORT_LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report, and steps of its page: as many as fit
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
 STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings, on an idle machine
@@ -303,7 +303,7 @@ def report_groups(report: Report, known: Calibration, left: Callable[[], float])
     first, *others = paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
     yield first
     cell = cells[0].but(logits="all")
-    for steps in LENGTHS:
+    for steps in REPORT_LENGTHS:
         recorded = recording_job(cell, known, most=steps)
         seconds = known.of_tokens(3 * cell.total_len) + recorded.seconds - known.of_tokens(0)
         if 2 * seconds <= left():  # a job that the budget ends has no rows: allow twice the predicted time

@@ -112,8 +112,8 @@ def main(
         json: Write the report into this file.
         out: The folder in which a preset makes its own folder.
         budget: Minutes of a preset: every pair or kind once, then repetitions, up to 5, then curves. What does not fit
-            is left out and predicted, the largest batch first; one pair always runs. 0 measures everything once. By
-            default 15, and for a report 5.
+            is left out and predicted, the largest batch first; one pair always runs, except in a report. 0 measures
+            everything once. By default 15, and for a report 5.
         resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
         wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 if a cell was measured under load of other work.

@@ -123,14 +123,20 @@ def merge(*results: str, out: str = "merged") -> int:
     from llama.bench.merged import merged
     from llama.bench.report.files import RESULTS, write_report
 
-    there = Path(out) / RESULTS
-    with malformed_refused():
-        if there.exists() and json.loads(there.read_text("utf-8"))["preset"] != "merged":
-            raise ValueError(f"{out} has measured results, which a merge would replace; give --out another folder")
+    if _preset_of(Path(out) / RESULTS) not in (None, "merged"):
+        raise ValueError(f"{out} has measured results, which a merge would replace; give --out another folder")
     with malformed_refused():
         report = merged(_different(results), command=as_started())
         show_report(report, write_report(report, Path(out)))
         return report_exit_code(report)
+
+
+def _preset_of(results: Path) -> str | None:
+    """Return the preset of results of any version; None if there are none, or if the file is torn."""
+    try:
+        return str(json.loads(results.read_text("utf-8"))["preset"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _different(results: tuple[str, ...]) -> Iterator["Report"]:

@@ -83,7 +83,7 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
 @contextmanager
 def _locked(library: Path) -> Iterator[None]:
     """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored."""
-    with open(library.with_suffix(".lock"), "ab") as file:  # which stays: deleted, it would be another file for others
+    with open(library.with_suffix(".lock"), "ab") as file:  # never deleted: others may wait for it
         with suppress(OSError):  # a file system without locks
             lock_file(file, wait=True)
         yield

@@ -146,7 +146,7 @@ class App:
         asked = read(await _body(request), chat=chat, served=self.served)
         prompts = await run_in_threadpool(self._encoded, asked)
         jobs = [self._job(asked, prompt, choice) for prompt in prompts for choice in range(asked.n)]
-        if len(jobs) > self.places:  # they would not fit later
+        if len(jobs) > self.places:  # waiting would not help
             most = f"the {self.places} texts that run and wait here (--rows, --queue)"
             raise Refused(f"{len(prompts)} prompts x n={asked.n} are more than {most}", param="n")
         if sum(len(reply.jobs) for reply in self.replies) + len(jobs) > self.places:

@@ -199,7 +199,7 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
 ) -> None:
     here, words = tiny
     words = [word for word in words if word not in ("--input_len", "6", "--output_len", "4")]
-    monkeypatch.setattr(plan, "LENGTHS", (4,))
+    monkeypatch.setattr(plan, "REPORT_LENGTHS", (4,))
     assert cli.run(script.hand_in, [*words, "--minutes", "0"]) == 0
     assert here.done == ["calibrate", *FOUR[:2], "hand_in", *FOUR[2:]]
     (folder,) = (tmp_path / "out").iterdir()
@@ -237,7 +237,7 @@ def test_the_texts_are_made_before_all_else_however_few_minutes_are_left_then(
     tiny: tuple[Here, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, words = tiny
-    monkeypatch.setattr(plan, "LENGTHS", (3, 2))
+    monkeypatch.setattr(plan, "REPORT_LENGTHS", (3, 2))
     assert cli.run(script.main, ["--preset", "report", *words, "--budget", "0.3"]) == 0  # less than the files take
     assert here.done == ["calibrate"]
     (folder,) = (tmp_path / "out").iterdir()

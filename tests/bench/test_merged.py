@@ -212,6 +212,15 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     assert unrefused(calls) == []
 
 
+def test_a_torn_report_is_replaced(tmp_path: Path) -> None:
+    result, out = saved(tmp_path / "a.json", report_of(STATIC)), tmp_path / "out"
+    for torn in ('{"schema": ', "[]"):
+        saved(out / RESULTS, {})
+        (out / RESULTS).write_text(torn)
+        assert merge(result, out=str(out)) == 0
+        assert json.loads((out / RESULTS).read_text("utf-8"))["preset"] == "merged"
+
+
 def test_one_report_at_a_time_is_in_memory() -> None:
     """Reports of a megabyte each; of each stay its figures alone."""
 

@@ -695,10 +695,12 @@ def test_an_edited_file_stays_and_the_new_one_has_a_number(tmp_path: Path, caplo
         assert (tmp_path / name).read_text("utf-8") == words
         new = tmp_path / re.sub(r"(\.\w+)$", r"-2\1", name)
         assert new in paths
-        assert f"{tmp_path / name} was edited, so it stays as it is; the new file is {new}" in caplog.text
+        assert f"{tmp_path / name} may be edited, so it stays as it is; the new file is {new}" in caplog.text
     assert md.with_stem("report-2").read_text("utf-8") == report_markdown(report, ["kinds"]), "the newest"
     md.with_stem("report-2").write_text("also mine")
     (tmp_path / "results.json").write_text("{")  # torn: nothing shows who wrote the files
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").mkdir()  # cannot be read
     write_report(report, tmp_path)
     assert md.with_stem("report-2").read_text() == "also mine"
     assert md.with_stem("report-3").read_text("utf-8") == report_markdown(report, ["kinds"])

@@ -479,7 +479,7 @@ def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
         forks = [session.fork() for _ in range(3)]
         made = in_threads(*(partial(fork.generate, 90, temperature=0.9, seed=seed) for seed, fork in enumerate(forks)))
         assert [one["ids"] for one in made] == expected
-    assert served(model) == before + 3 * steps
+    assert served(model) == before + 3 * steps > before
 
 
 def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:

@@ -224,10 +224,10 @@ FAULTS: list[tuple[Break, str, set[str]]] = [
     (shifts_what_is_repeated, "static", {AFTER_SESSION, FED_ONCE}),
     (joins_one_position_short, "static", {AMONG_OTHERS}),
 ]
-OF_PARTS: list[tuple[Break, str, set[str]]] = [  # of a pass: its logits, its last rewind, its row of other tokens
-    (keeps_the_logits, "static", {REWOUND}),
-    (loads_other_logits, "concat", {SAVED}),
-    (counts_no_row, "paged", {AFTER_SESSION, FED_ONCE}),
+OF_PARTS: list[tuple[Break, str, set[str]]] = [
+    (keeps_the_logits, "static", {REWOUND}),  # after the last rewind
+    (loads_other_logits, "concat", {SAVED}),  # those of the saved session
+    (counts_no_row, "paged", {AFTER_SESSION, FED_ONCE}),  # with a row of other tokens
 ]
 CASES = [*FAULTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OF_PARTS)]
 

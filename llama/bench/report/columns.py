@@ -112,7 +112,7 @@ TABLE_COLUMNS = {
     "context": Column("context"),
     "greedy_text": Column("greedy text"),
     "of_full": Column(
-        "of full cache", "the bytes over those of the first kind, which stores everything; ~: over its predicted ones",
+        "of full cache", "the bytes over those of the full cache, which stores everything; ~: over its predicted ones",
         form=".2f",
     ),
     "time_of_full": Column(
@@ -127,7 +127,7 @@ TABLE_COLUMNS = {
     "task": Column("task"),
     "score": Column("score, %", "the mean over the samples, with its 95 % interval; the question follows the prompt"),
     "difference": Column(
-        "minus full, %", "the score minus that of the first kind, which stores everything, with a 95 % interval, "
+        "minus full, %", "the score minus that of the full cache, which stores everything, with a 95 % interval, "
         "paired by sample",
     ),
     "lost": Column("lost", "the samples that have a lower score than with the full cache"),

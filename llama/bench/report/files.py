@@ -40,15 +40,16 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     written += [replace_file(folder / f"plots/{name}.png", as_png(figure)) for name, figure in drawn.items()]
     for old, new in names.items():
         if old != new:
-            logger.warning("%s was edited, so it stays as it is; the new file is %s", folder / old, folder / new)
+            logger.warning("%s may be edited, so it stays as it is; the new file is %s", folder / old, folder / new)
     return [*written, *([folder / STEPS_FILE] if steps is not None else [])]
 
 
 def _digests_in(results: Path) -> dict[str, list[str]]:
     """Return the digests of the files that were written beside these results; none if that is not known."""
     try:
-        return dict(json.loads(results.read_text("utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        known = json.loads(results.read_text("utf-8"))["files"]
+        return {name: list(map(str, digests)) for name, digests in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
@@ -63,8 +64,13 @@ def _free_name(folder: Path, name: str, known: Mapping[str, list[str]], content:
 
 
 def _present(file: Path) -> list[str]:
-    """Return the digest of a file, or nothing if there is none."""
-    return [_digest(file.read_bytes())] if file.exists() else []
+    """Return the digest of a file: nothing if there is none, "" if it cannot be read."""
+    try:
+        return [_digest(file.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except OSError:
+        return [""]
 
 
 def _digest(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The scores of tasks: a row for each task, length and kind of cache, compared with the first kind sample by sample."""
+"""The scores of tasks: a row for each task, length and kind of cache, compared with the full cache sample by sample."""
 
 from collections.abc import Sequence
 from functools import lru_cache

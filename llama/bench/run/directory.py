@@ -45,7 +45,7 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
     for path in reversed(found):
         kept = read_report(path)
         if kept is not None and kept["cells"] == report["cells"] and _text_of(kept) == _text_of(report):
-            kept |= {"failures": [], "budget_minutes": report["budget_minutes"], "command": report["command"]}
+            kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for row in rows_of(kept, "cell"):
                 row["error"] = None  # what died is tried again
             return path.parent, kept
@@ -60,8 +60,8 @@ def read_report(path: Path) -> Report | None:
     try:
         report: Report = json.loads(path.read_text("utf-8"))
         whole = report["schema"] == SCHEMA and report["preset"] and _text_of(report) and _kind(report)
-        return report if whole and cell_row(report, 0) else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return report if whole and "error" in cell_row(report, 0) else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
 
 

@@ -86,7 +86,7 @@ def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> 
         try:
             found["rows"] = continued_texts(engine, **texts, started=started)
         except (ValueError, RuntimeError) as error:  # too long for the model, or out of memory: the cells stand
-            found["failures"] = [f"the four texts: {str(error).splitlines()[0]}"]
+            found["failures"] = [f"the four texts: {str(error).partition(chr(10))[0] or repr(error)}"]
     return {**found, "seconds": time.perf_counter() - started}
 
 
