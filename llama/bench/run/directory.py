@@ -59,6 +59,7 @@ def read_report(path: Path) -> Report | None:
     """Return the report in a file; None if it is not one of this version, or has lost its rows or its plan."""
     try:
         report: Report = json.loads(path.read_text("utf-8"))
+        # `_text_of` and `_kind` raise without a plan or a model.
         whole = report["schema"] == SCHEMA and report["preset"] and _text_of(report) and _kind(report)
         return report if whole and "error" in cell_row(report, 0) else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
