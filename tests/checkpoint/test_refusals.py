@@ -34,11 +34,11 @@ def tiny_llama() -> Any:
 
 
 def refusal(path: Path) -> str:
-    """Return the message with which the path is refused, after checking that it came at once."""
+    """Return the message with which the path is refused, after checking that it came without waiting for anything."""
     start = time.perf_counter()
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
     message = str(caught.value)
     assert "\n" not in message
     return message
