@@ -6,6 +6,11 @@ python benchmark_inference.py --preset caches                    kinds of cache:
 python benchmark_inference.py --preset chat                      a cache that is kept: ten turns, shared prompts, disk
 """
 
+from llama.host.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages()
+
 from llama import cli
 from llama.host import console
 

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from llama import cli
 from llama.host import console
+from llama.host.packages import check_packages
 from llama.host.version import __version__
 
 HELP = """\
@@ -71,6 +72,7 @@ def main() -> None:
 def start(name: str, words: list[str] | None = None, shown_as: str | None = None) -> NoReturn:
     """Import a command, run it, and exit with its code; see `cli.main`."""
     console.quiet_imports()
+    check_packages()
     module, function = COMMANDS[name]
     cli.main(getattr(import_module(f"llama.cli.{module}"), function), words, name=shown_as)
 

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "llama/ranks/torchrun.py": ("locked ranks", "torch fairscale"),
     # the front door
     "llama/__init__.py": ("", ""),
-    "llama/__main__.py": ("cli host.console host.version", ""),
+    "llama/__main__.py": ("cli host.console host.packages host.version", ""),
     "llama/convert.py": ("", ""),
     "llama/perplexity.py": ("", ""),
     "llama/testing.py": ("args kv_cache model request rows", "torch"),
@@ -72,6 +72,7 @@ MAY_IMPORT = {
     "llama/untrusted/": ("untrusted", "torch"),
     "llama/host/console.py": ("untrusted.words", ""),
     "llama/host/cores.py": ("host.cgroups", ""),
+    "llama/host/packages.py": ("", ""),
     "llama/host/palette.py": ("", ""),
     "llama/host/progress.py": ("host.console", "tqdm"),
     "llama/host/": ("host ops untrusted.files", "torch"),
@@ -139,8 +140,8 @@ MAY_IMPORT = {
     "llama/cli/serve.py": ("api host model serve tokenizer untrusted.words speculation", ""),
     "llama/cli/verify.py": (f"{CORE} api cli host sessions.origin tokenizer verify", ""),
     "llama/cli/": (f"{CORE} api checkpoint cli costs host quality untrusted", ""),
-    "benchmark_inference.py": ("bench.single cli host.console", ""),
-    "inference.py": ("cli", ""),
+    "benchmark_inference.py": ("bench.single cli host.console host.packages", ""),
+    "inference.py": ("cli host.packages", ""),
     # the course kit: what runs a submission imports nothing of ours, and what tries one is given the submission's own
     "course/probe.py": ("model rows", "torch"),
     "course/trials/": ("args kv_cache model rows session speculation", "torch"),

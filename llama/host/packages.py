@@ -1,0 +1,32 @@
+"""Checks that this Python has what the library needs: the two scripts are also run by a Python without it.
+
+Runs on Python 3.9, too, before anything else of the library is imported.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+
+OLDEST = (3, 11)
+# What `dependencies` in pyproject.toml installs, by the names of their modules.
+NEEDED = (
+    *("torch", "tiktoken", "tokenizers", "sentencepiece", "jinja2", "fairscale"),
+    *("fire", "numpy", "safetensors", "gguf", "tqdm", "matplotlib"),
+)
+
+
+def check_packages() -> None:
+    """Exit with 1 and a message if this Python is older than 3.11 or lacks a package that the library needs."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if sys.version_info < OLDEST:
+        fault = "is older than Python 3.11, which the library needs"
+    elif missing:
+        fault = "lacks " + ", ".join(missing)
+    else:
+        return
+    python = os.path.join(".venv", "Scripts" if os.name == "nt" else "bin", "python")
+    sys.exit(
+        f"error: {sys.executable} (Python {version}) {fault}; install the library into .venv by the first line of "
+        f"README.md, and run {python} instead of python"
+    )
