@@ -134,7 +134,7 @@ class TextsComeAndGo(RuleBasedStateMachine):
                     assert self.said.logprobs.get(number, []) == logprobs[0]
 
 
-TextsComeAndGo.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TextsComeAndGo.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_texts_that_come_and_go_are_what_they_are_alone = TextsComeAndGo.TestCase
 
 
