@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from llama import __version__
+from llama.host.version import code_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,3 +64,18 @@ def test_the_line_that_installs_a_small_pytorch_has_the_pinned_version() -> None
     (pinned,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert re.findall(r"pip install (torch==\S+)", page) == [pinned]
+
+
+def test_the_digest_of_the_code_changes_with_each_name_and_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama.host.version._PACKAGE", tmp_path)
+    (tmp_path / "sub").mkdir()
+    without = code_digest()  # as beside .pyc files alone
+    made = []
+    for name, code in (("a.py", "1"), ("a.py", "2"), ("b.py", "1"), ("sub/a.py", "1"), ("a.pyc", "1"), ("a.py", "1")):
+        (tmp_path / name).write_text(code)
+        made.append(code_digest())
+        (tmp_path / name).unlink()
+    assert len({*made, without}) == 5
+    assert (made[0], without) == (made[-1], made[-2])

@@ -236,14 +236,12 @@ def answer_file(
     settings: the arguments of `Writer.add` that a line may override. flags: `cache_gb`, and others that decide answers.
     rows: how many texts run at a time. speculate: how tokens are guessed; no answer depends on it.
     """
-    from llama.sessions.origin import fingerprint, origin, weights_digest  # deferred, as all that imports torch
+    from llama.sessions.origin import text_origin  # deferred, as all that imports torch
     from llama.tokenizer.chat import ChatFormat
 
     cache_bytes = None if flags["cache_gb"] is None else int(flags["cache_gb"] * 2**30)
     writer = Writer(model, tokenizer, rows=rows, cache_bytes=cache_bytes, speculate=speculate)
-    made_by = {**settings, **flags, **origin(model), "execution": str(steady(model).execution)}
-    made_by |= {"code": model.runner and model.runner.code, "weights": weights_digest(model)}
-    made_by |= {"tokenizer": fingerprint(tokenizer, model.args.vocab_size)}
+    made_by = {**settings, **flags, **text_origin(steady(model), tokenizer)}
     chat_format = cache(lambda: ChatFormat(tokenizer))
     arguments = partial(
         Question.arguments, settings=settings, encode_dialog=lambda dialog: chat_format().encode_dialog_prompt(dialog)

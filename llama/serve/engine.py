@@ -17,15 +17,12 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple
 
-import torch
-
-from llama.host.version import __version__
 from llama.many import Writer, Written, steady
 from llama.request import Options, Step
 from llama.serve.metrics import Metrics
 from llama.serve.requests import Refused
 from llama.sessions.digest import digest_of_text
-from llama.sessions.origin import fingerprint, origin, weights_digest
+from llama.sessions.origin import text_origin
 from llama.streaming import Completion
 from llama.untrusted.words import printable
 
@@ -150,7 +147,7 @@ class Engine:
         self.model = steady(model)
         bounded = model.new_cache(self.options.get("kv_cache")).bound is not None
         self.longest = None if bounded else model.args.max_seq_len
-        self.fingerprint = fingerprint_of(model, self.tokenizer, self.options.get("kv_cache"))
+        self.fingerprint = fingerprint_of(self.model, self.tokenizer, self.options.get("kv_cache"))
         self._restart()
 
     def _restart(self) -> None:
@@ -298,7 +295,5 @@ def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None) -> str | No
     runner = model.runner
     if not model.exact and (runner is None or runner.exact is None):
         return None
-    code = None if runner is None else runner.code
-    facts = [origin(model), weights_digest(model), str(model.execution), code, torch.__version__]
-    facts += [fingerprint(tokenizer, model.args.vocab_size), kv_cache or model.args.kv_cache, __version__]
+    facts = text_origin(model, tokenizer) | {"kv_cache": kv_cache or model.args.kv_cache}
     return f"fp_{digest_of_text(json.dumps(facts))}"

@@ -1,4 +1,4 @@
-"""The origin of a session as values to compare: the model's sizes, mode, machine and weights, and the tokenizer.
+"""The origin of a session or a text as values to compare: the model's sizes, mode, machine and weights, the tokenizer.
 
 Does not know sessions or files.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llama.args import SETTINGS
+from llama.host.version import __version__, code_digest
 from llama.ops import linear
 from llama.sessions.digest import Digest, digest_of, digest_of_text
 from llama.streaming import TextCodec
@@ -39,6 +40,19 @@ def origin(model: Switches) -> dict[str, Any]:
         "activations": model.execution.activations,
         "exact": model.exact,
         "place": _place(model) if model.exact else None,
+    }
+
+
+def text_origin(model: Switches, tokenizer: TextCodec) -> dict[str, Any]:
+    """Return what decides the texts of a model, except requests and the kind of cache, as JSON values."""
+    return {
+        **origin(model),
+        "execution": str(model.execution),
+        "code": model.runner and model.runner.code,
+        "weights": weights_digest(model),
+        "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
+        "torch": torch.__version__,
+        "llama_kv": f"{__version__} code {code_digest()}",
     }
 
 

@@ -312,14 +312,16 @@ def test_models_names_the_model_and_its_execution(served: Served) -> None:
     assert (model["id"], model["max_model_len"], model["execution"]) == ("demo", 400, "scripted")
 
 
-def test_a_fingerprint_names_weights_and_kind_where_other_texts_change_no_bit() -> None:
-    made = []
-    for kind, change in (("static", 0.0), ("paged", 0.0), ("static", 1e-3), ("static", 0.0)):
-        model = tiny_model().requires_grad_(False)
-        model.norm.weight[0] += change
-        assert fingerprint_of(model, Letters(), kind) is None
-        vars(model)["_exact"] = model.exact = True
+def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, made = tiny_model().requires_grad_(False), []
+    assert fingerprint_of(model, Letters(), "static") is None
+    vars(model)["_exact"] = model.exact = True
+    for kind, weight, code in (("static", 1, "a"), ("paged", 1, "a"), ("static", 1.001, "a"), ("static", 1, "b")) * 2:
+        monkeypatch.setattr("llama.sessions.origin.code_digest", lambda code=code: code)
+        model.norm.weight[0] = weight
         made.append(fingerprint_of(model, Letters(), kind))
-    assert len(set(made)) == 3
-    assert made[0] == made[3]
+    assert len(set(made)) == 4
+    assert made[:4] == made[4:]
     assert re.fullmatch("fp_[0-9a-f]{32}", str(made[0]))
