@@ -91,10 +91,14 @@ class Answer:
     def _choice(self, index: int, tokens: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
         if self.asked.options["logprobs"]:
-            texts, scores = [self._tokenizer.decode([id]) for id, _ in tokens], [score for _, score in tokens]
+            pieces = [self._tokenizer.decode_bytes([id], begins=False) for id, _ in tokens]
+            texts, scores = [piece.decode(errors="replace") for piece in pieces], [score for _, score in tokens]
             if self.asked.chat:
-                each = [{"token": text, "logprob": score} for text, score in zip(texts, scores, strict=True)]
-                logprobs = {"content": [{**one, "bytes": None, "top_logprobs": []} for one in each], "refusal": None}
+                each = [
+                    {"token": text, "logprob": score, "bytes": list(piece), "top_logprobs": []}
+                    for text, piece, score in zip(texts, pieces, scores, strict=True)
+                ]
+                logprobs = {"content": each, "refusal": None}
             else:
                 logprobs = {"tokens": texts, "token_logprobs": scores, "top_logprobs": None, "text_offset": None}
         return {"index": index, "logprobs": logprobs, "finish_reason": self.texts[index].latest.finish}

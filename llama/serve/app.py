@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 from llama.host import palette
 from llama.serve.answers import Answer
 from llama.serve.engine import Engine, Job, Update
-from llama.serve.requests import MOST_BYTES, Asked, Refused, read
+from llama.serve.requests import MOST_BYTES, Asked, Refused, check_model, read
 from llama.streaming import encode_prompt
 from llama.tokenizer.chat import ChatFormat
 from llama.untrusted.words import printable
@@ -65,6 +65,7 @@ class App:
             ("/health", self._health),
             ("/metrics", self._metrics),
             ("/v1/models", self._models),
+            ("/v1/models/{name:path}", self._models),
         ]
         made = [Route(f"/v1/{path}", self._complete, methods=["POST"]) for path in ("completions", "chat/completions")]
         self._router = Router([*(Route(*route, methods=["GET"]) for route in routes), *made], redirect_slashes=False)
@@ -134,12 +135,13 @@ class App:
         await asyncio.wrap_future(self.engine.gauges())
         return Response(generate_latest(self.engine.metrics.registry), media_type="text/plain; version=0.0.4")
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
         engine, model = self.engine, self.engine.model
+        check_model(request.path_params.get("name", self.served), self.served)
         own = {"id": self.served, "object": "model", "created": 0, "owned_by": "llama-kv"}
         own |= {"max_model_len": model.args.max_seq_len, "system_fingerprint": engine.fingerprint}
         own |= {"kv_cache": engine.options.get("kv_cache"), "execution": str(model.execution)}
-        return JSONResponse({"object": "list", "data": [own]})
+        return JSONResponse(own if request.path_params else {"object": "list", "data": [own]})
 
     async def _complete(self, request: Request) -> Response:
         chat, engine = request.url.path.endswith("/chat/completions"), self.engine

@@ -97,7 +97,11 @@ NEUTRAL: Mapping[str, _Rule] = {
     **dict.fromkeys(("echo", "store"), one_of(False)),
     **{"logit_bias": one_of({}), "tools": one_of([]), "tool_choice": one_of("none", "auto")},
     **{"parallel_tool_calls": one_of(True, False), "best_of": one_of(1), "suffix": one_of("")},
-    **{"response_format": one_of({"type": "text"}), "modalities": one_of(["text"]), "service_tier": one_of("auto")},
+    **{
+        "response_format": one_of({"type": "text"}),
+        "modalities": one_of(["text"]),
+        "service_tier": one_of("auto", "default"),
+    },
 }
 _FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
 _COUNT = _Rule(lambda value: type(value) is int and value > 0, "a whole number of at least 1")
@@ -146,9 +150,7 @@ def read(data: bytes, *, chat: bool, served: str) -> Asked:
     if given.get(text) is None:
         raise Refused(f"{text} is missing: it is {own[text].words}", param=text)
     body = {name: value for name, value in given.items() if value is not None}
-    if body.get("model", served) != served:
-        message = f"the model {body['model']!r:.80} is not served; there is {served!r}"
-        raise Refused(message, 404, param="model", code="model_not_found")
+    check_model(body.get("model", served), served)
     prompts, n, stop = body[text], body.get("n", 1), body.get("stop", [])
     prompts = [plain_dialog(prompts)] if chat else [prompts] if _is_prompt(prompts) else prompts
     if len(prompts) * n > MOST_TEXTS:
@@ -168,6 +170,13 @@ def read(data: bytes, *, chat: bool, served: str) -> Asked:
     )
 
 
+def check_model(name: Any, served: str) -> None:
+    """Raise Refused for another model than the one that is served."""
+    if name != served:
+        message = f"the model {name!r:.80} is not served; there is {served!r}"
+        raise Refused(message, 404, param="model", code="model_not_found")
+
+
 def _check(name: str, value: Any, rules: Mapping[str, _Rule]) -> None:
     """Raise Refused for a field that is not known, and for a value that is not right; null is left out."""
     if name not in rules:
@@ -181,9 +190,10 @@ def _check(name: str, value: Any, rules: Mapping[str, _Rule]) -> None:
 
 
 def plain_dialog(messages: Any) -> Any:
-    """Return a dialog without the fields that are null, and with a text for a content that is a list of parts of text.
+    """Return a dialog with a text for a content that is a list of parts of text, and `system` for the role `developer`.
 
-    Clients send an answer's message back as it came, with `"refusal": null`. A value that is no dialog stays as it is.
+    Fields that are null are left out: clients send an answer's message back as it came, with `"refusal": null`. A value
+    that is no dialog stays as it is.
     """
     if not isinstance(messages, list):
         return messages
@@ -196,6 +206,8 @@ def _is_text(part: Any) -> bool:
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if message.get("role") == "developer":  # OpenAI's newer name
+        message["role"] = "system"
     parts = message.get("content")
     if isinstance(parts, list) and parts and all(map(_is_text, parts)):
         message["content"] = "".join(part["text"] for part in parts)

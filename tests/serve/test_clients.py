@@ -28,14 +28,18 @@ def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
     with serving(key="secret") as served:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="secret", max_retries=0)
         assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").id == "demo"
         how = {"model": "demo", "max_tokens": 8, "seed": 1}
         made = client.completions.create(prompt="Hello", logprobs=0, **how)
         assert made.choices[0].text == alone({"prompt": "Hello", **how}).text
         assert len(made.choices[0].logprobs.token_logprobs) == 8
         stream = client.completions.create(prompt="Hello", stream=True, **how)
         assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
-        dialog = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-        chat = client.chat.completions.create(messages=dialog, extra_body={"top_k": 5, "kv_caching": False}, **how)
+        dialog = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        ours: dict[str, Any] = {"extra_body": {"top_k": 5, "kv_caching": False}, **how}
+        chat = client.chat.completions.create(messages=dialog, service_tier="default", logprobs=True, **ours)
+        logprobs = chat.choices[0].logprobs.content
+        assert bytes(byte for one in logprobs for byte in one.bytes).decode() == chat.choices[0].message.content
         longer = [*dialog, chat.choices[0].message, *dialog]  # what its documentation appends
         assert client.chat.completions.create(messages=longer, **how).usage.prompt_tokens > chat.usage.prompt_tokens
         usage = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"top_k": 5}}

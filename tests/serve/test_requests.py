@@ -71,6 +71,7 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
     neutral = {"frequency_penalty": 0.0, "n": 1, "best_of": 1, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}}
     more = {"echo": False, "suffix": "", "response_format": {"type": "text"}, "stream_options": None, "logprobs": None}
     assert served.complete("a", **neutral, **more).status == 200
+    assert [served.complete("a", service_tier=tier).status for tier in ("auto", "default", "flex")] == [200, 200, 400]
 
 
 @table(

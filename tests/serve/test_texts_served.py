@@ -96,6 +96,9 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     assert len(whole["choices"][0]["logprobs"]["content"]) == 5
     answered = [*dialog, whole["choices"][0]["message"], *dialog]  # with "refusal": null, as clients send it back
     assert served.ask("/v1/chat/completions", {**body, "messages": answered}).status == 200
+    system, developer = ({**body, "messages": [{"role": role, "content": "a"}]} for role in ("system", "developer"))
+    made = [served.ask("/v1/chat/completions", body).json["choices"][0]["message"] for body in (system, developer)]
+    assert made[0] == made[1]
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings_per_token": True}
     *parts, usage = served.ask("/v1/chat/completions", streamed).events
     choices = [part["choices"][0] for part in parts]
@@ -113,6 +116,16 @@ def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_t
     chunks = [answer.chunk(0, update) for update in updates]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
     assert deltas == [{"role": "assistant", "content": "\u00e9"}, {"content": "a"}]
+
+
+def test_each_token_of_a_chat_has_its_bytes_which_join_to_the_text() -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}).encode()
+    answer = Answer(read(body, chat=True, served="demo"), [Job([1], 3, [], {})], Letters())
+    text = " a\u00e9"
+    answer.texts[0].take(Update(text, tuple((byte, -0.5) for byte in text.encode()), finish="stop"))
+    logprobs = answer.whole()["choices"][0]["logprobs"]["content"]
+    assert [one["token"] for one in logprobs] == [" ", "a", "\ufffd", "\ufffd"]
+    assert bytes(byte for one in logprobs for byte in one["bytes"]).decode() == text
 
 
 # ---- clients that leave, and places ----------------------------------------------------------------------------------
@@ -310,6 +323,10 @@ def test_metrics_count_tokens_and_texts() -> None:
 def test_models_names_the_model_and_its_execution(served: Served) -> None:
     (model,) = served.ask("/v1/models").json["data"]
     assert (model["id"], model["max_model_len"], model["execution"]) == ("demo", 400, "scripted")
+    assert served.ask("/v1/models/demo").json == model
+    for name in ("gpt", "an/other", "demo/"):
+        got = served.ask(f"/v1/models/{name}")
+        assert (got.status, got.json["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_bit(
