@@ -100,8 +100,10 @@ def main(
     served = printable(os.path.basename(os.path.normpath(ckpt_dir)), 80)
     hosts = [*dict.fromkeys([f"[{host}]" if ":" in host else host, "localhost", "127.0.0.1", "[::1]"])]
     app = App(engine, served=served, key=key, hosts=hosts, places=rows + queue, time_limit=time_limit)
-    console.put(f"http://{hosts[0]}:{listening.getsockname()[1]}  {served}, {kind} cache; Ctrl-C ends it")
-    Server(app, grace=grace).run(sockets=[listening])
+    server = Server(app, grace=grace)
+    with server.capture_signals():  # also before it runs: console.stop would raise an error in the start of asyncio
+        console.put(f"http://{hosts[0]}:{listening.getsockname()[1]}  {served}, {kind} cache; Ctrl-C ends it")
+        server.run(sockets=[listening])
     if engine.ready.done():
         engine.ready.result()  # raises what loading raised
         engine.end()

@@ -1,6 +1,7 @@
 """What is refused, and how: by the field's name, with a sentence, as OpenAI's JSON, before anything runs."""
 
 import json
+import signal
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import unrefused
-from serving import Served, asgi, serving
+from serving import Letters, Served, Slow, asgi, serving
 from tables import table
 from tiny import tiny_model
 
 from llama.cli import serve
+from llama.host import console
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +198,15 @@ def test_a_gb_of_the_command_is_2_to_the_30_bytes(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="enough"):
         serve.main(port=0, cache_gb=0.5)
     assert asked == [2**29]
+
+
+def test_a_signal_between_the_address_and_the_start_of_uvicorn_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.cli.serve.load", lambda *_, **__: (Slow(), Letters()))
+    monkeypatch.setattr(console, "put", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, console.stop)
+    try:
+        assert serve.main(port=0, kv_cache="static") == 0
+    except KeyboardInterrupt:
+        pytest.fail("the signal was raised as an exception")
+    finally:
+        assert signal.signal(signal.SIGTERM, before) is console.stop
