@@ -78,7 +78,8 @@ class Answer:
         choice = {**self._choice(index, update.tokens), **said}
         if update.finish or asked.timings:
             choice["timings"] = text.timings
-        return self._chunk([choice], self._usage() if self.ended else None)
+        last = self.ended and not asked.include_usage  # clients may add the usage of all chunks
+        return self._chunk([choice], self._usage() if last else None)
 
     def closing(self) -> dict[str, Any]:
         """Return the chunk that `stream_options` may ask for."""

@@ -106,6 +106,9 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     assert [choice["delta"].get("role") for choice in choices] == ["assistant", None, None, None, None]
     assert [choice["timings"]["made"] for choice in choices] == [1, 2, 3, 4, 5]
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert [part["usage"] for part in parts] == [None] * 5  # clients may add the usage of all chunks
+    del streamed["stream_options"]
+    assert served.ask("/v1/chat/completions", streamed).events[-1]["usage"] == whole["usage"]
 
 
 def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_text() -> None:
