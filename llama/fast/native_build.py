@@ -82,11 +82,25 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
 
 @contextmanager
 def _locked(library: Path) -> Iterator[None]:
-    """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored."""
-    with open(library.with_suffix(".lock"), "ab") as file:  # never deleted: others may wait for it
+    """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored.
+
+    Raises NoNativeCode if the other process raised it meanwhile, so that a crowd waits for one failure, not for many.
+    """
+    with open(library.with_suffix(".lock"), "a+b") as file:  # never deleted: others may wait for it
+        before = os.fstat(file.fileno()).st_mtime_ns
         with suppress(OSError):  # a file system without locks
             lock_file(file, wait=True)
-        yield
+            for left in library.parent.glob(f"{library.stem}.*.scratch") if os.name == "posix" else ():
+                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+        if os.fstat(file.fileno()).st_mtime_ns != before:  # only a failure writes
+            file.seek(0)
+            raise NoNativeCode(file.read().decode(errors="replace"))
+        try:
+            yield
+        except NoNativeCode as why:
+            file.truncate(0)
+            file.write(str(why).encode(errors="replace"))
+            raise
 
 
 def _stored(library: Path, digest: Path) -> ctypes.CDLL | None:
@@ -157,7 +171,7 @@ def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) 
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
     logger.info("compiling %s with %s, once: up to half a minute", source.name, compiler)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.", suffix=".scratch") as scratch:
         made = Path(scratch) / library.name
         flags = [*FLAGS, *defines]
         done = _run(compiler, flags, source, made)

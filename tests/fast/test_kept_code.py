@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_second_call_compiles_nothing(source: Path, tmp_path: Path, monkeypatc
 def test_of_processes_that_need_a_library_at_once_one_compiles_it(
     ends: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed leaves no lock, even if its compiler goes on."""
+    """A process that is killed leaves no lock, even if its compiler goes on, and its files are removed."""
     slow, calls = tmp_path / "slow", tmp_path / "calls"
     killed = f"[ $(wc -l < {calls}) = 1 ] && kill -9 $PPID && exec sleep 600 >&- 2>&-\n" if ends == "killed" else ""
     slow.write_text(f'#!/bin/sh\necho $$ >> {calls}\n{killed}sleep 0.2\nexec {native_build.find_compiler()} "$@"\n')
@@ -85,11 +86,27 @@ def test_of_processes_that_need_a_library_at_once_one_compiles_it(
         said = sorted(child.communicate(timeout=120)[0] for child in children)
         assert said == ["" if ends == "killed" else "42\n", "42\n"]
         assert len(calls.read_text().split()) == (2 if ends == "killed" else 1)
+        assert [file for file in folder.iterdir() if file.is_dir()] == []
     finally:
         for child in children:
             child.kill()
         for compiler in calls.read_text().split()[: ends == "killed"] if calls.exists() else []:
             os.kill(int(compiler), 9)  # it sleeps
+
+
+def test_a_process_that_waited_for_a_failure_raises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "tiny-0.so"
+
+    def another_fails(*_: object, wait: bool) -> None:
+        monkeypatch.undo()
+        with suppress(native_build.NoNativeCode), native_build._locked(library):
+            raise native_build.NoNativeCode("c++ failed: no")
+        os.utime(library.with_suffix(".lock"), (1, 1))  # other than before, however coarse the clock is
+
+    monkeypatch.setattr(native_build, "lock_file", another_fails)
+    with pytest.raises(native_build.NoNativeCode, match="failed: no"):
+        native_build._locked(library).__enter__()
+    native_build._locked(library).__enter__()  # a later one tries again
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
