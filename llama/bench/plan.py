@@ -23,7 +23,7 @@ from llama.bench.run.engines import Source
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_peak, predicted_rows
 from llama.bench.run.models import find_model
-from llama.bench.schema import Report, cell_row, is_measured, measured_rows, merge, pairs, rows_of
+from llama.bench.schema import TEXTS, Report, cell_row, is_measured, measured_rows, merge, pairs, rows_of
 from llama.bench.statistics import LEAST_REPETITIONS, median_of
 
 REPETITIONS = 5
@@ -56,6 +56,7 @@ class Run:
         self._sources: dict[Cell, Source] = {}
         self._took: dict[str, float] = {}  # seconds of a job's last repetition
         self._pace: dict[tuple[Any, ...], float] = {}  # seconds over prediction of the last job alike
+        self._failed = set[str]()  # jobs whose cell has their error
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -115,19 +116,9 @@ class Run:
         first, rows = cells[0].but(kv_caching=True), max(cell.batch_size for cell in cells)
         first = first.but(input_len=min(first.input_len, 256), batch_size=1)
         if not self.is_hand_in:  # whose minutes are few; every cell measures the ceilings, too
-            add_result(report, self._do(Job("the machine's ceilings", "machine", first, 0, 0.0), limited=False), 0)
-        options: dict[str, Any] = {"rows": rows if report["preset"] in ("table", "report") else 1}
-        if self.is_hand_in and not rows_of(report, "text"):  # first: on a busy machine nothing else may fit
-            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": REPORT_LENGTHS}
-            options["texts"]["seconds"] = self.seconds_left()
-        name = "the texts, and how long the rest takes" if "texts" in options else "how long it will take"
-        found = self._do(timed := Job(name, "calibrate", first, 0, 0.0, options), limited=False)
-        starting = max(0.0, self._took[timed.name] - found["seconds"])
-        report["failures"] += found.get("failures", [])
-        add_result(report, found, 0)
-        self.calibration = Calibration(**found["timed"], start_seconds=starting)
-        self.budget -= max(WRITING, starting) if self.is_hand_in else 0.0
-        self._save()
+            ceilings = Job("the machine's ceilings", "machine", first, 0, 0.0, of_cell=False)
+            self._measure(Group((ceilings,)), limited=False)
+        self._calibrate(first, rows if report["preset"] in ("table", "report") else 1)
         groups = [group for group in self._groups() if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
         again = sum(self.expected(group) for group in self._groups() if group.repeats)
@@ -147,6 +138,26 @@ class Run:
             words += f"--{flag} {enough}; --{flag} 0 measures everything once, however long it takes"
         self.progress.write(f"{words}.")
 
+    def _calibrate(self, cell: Cell, rows: int) -> None:
+        """Time the pieces of all predictions, and make a report's texts; after a death once more, without the texts."""
+        report, options = self.report, dict[str, Any](rows=rows)
+        if self.is_hand_in and not rows_of(report, "text"):  # first: on a busy machine nothing else may fit
+            options["texts"] = {"prompts": report["plan"]["prompts"], "lengths": REPORT_LENGTHS}
+            options["texts"]["seconds"] = self.seconds_left()
+        name = "the texts, and how long the rest takes" if "texts" in options else "how long it will take"
+        timed = Job(name, "calibrate", cell, 0, 0.0, options)
+        try:
+            found = self._do(timed, limited=False)
+        except JobDied as death:
+            report["failures"] += [f"{TEXTS}: {death}"] * ("texts" in options)
+            found = self._do(replace(timed, options={"rows": rows}), limited=False)
+        starting = max(0.0, self._took[name] - found["seconds"])
+        report["failures"] += found.get("failures", [])
+        add_result(report, found, 0)
+        self.calibration = Calibration(**found["timed"], start_seconds=starting)
+        self.budget -= max(WRITING, starting) if self.is_hand_in else 0.0
+        self._save()
+
     def _groups(self) -> Iterator[Group]:
         """Yield the groups of the preset, and after the first one the recording for the page, so that it finds time."""
         groups = GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
@@ -160,13 +171,9 @@ class Run:
         return 60 * (self.report["budget_minutes"] or math.inf)
 
     def _due(self, group: Group, repetition: int) -> tuple[Job, ...]:
-        """Return the jobs of a group that lack this repetition; a cell that died is not tried again in this run."""
-        done, errors = self.report["done"], {row["cell"] for row in rows_of(self.report, "cell") if row["error"]}
-        return tuple(
-            job
-            for job in group.jobs
-            if done.get(job.name, 0) <= repetition and not (job.of_cell and job.place in errors)
-        )
+        """Return the jobs of a group that lack this repetition; one that failed is not tried again in this run."""
+        done = self.report["done"]
+        return tuple(job for job in group.jobs if done.get(job.name, 0) <= repetition and job.name not in self._failed)
 
     def _once(self, groups: Iterable[Group], late: list[Group] | None = None) -> list[Group]:
         """Do every group once if it fits; return all groups that are done.
@@ -231,6 +238,7 @@ class Run:
                 add_note(self.report, job.place, f"a repetition failed: {why}")
             else:  # the cell has no figures of an earlier repetition
                 cell_row(self.report, job.place)["error"] = why
+                self._failed.add(job.name)
         judge_noise(self.report)
         self._save()
         return True

@@ -13,6 +13,7 @@ from llama.bench.cell import Cell
 from llama.host.machine import Ceilings
 
 SCHEMA = "llama-kv/benchmark/4"
+TEXTS = "the four texts"  # of a report: begins the line of `failures` on them
 
 Status = Literal["ok", "violated", "noisy", "not observed"]
 
@@ -163,6 +164,8 @@ def _merged(old: Row, new: Row) -> Row:
     merged: dict[str, Any] = {**old, **new}
     for name in REPEATED & old.keys() & new.keys():
         merged[name] = [*old[name], *new[name]]
+    if old.get("error"):  # another job of the cell died
+        merged["error"] = old["error"]
     if "notes" in merged:
         changed = "seconds" in old and old.get("ids") != new.get("ids")
         found = [*old.get("notes", []), *new.get("notes", []), *["repetitions made different tokens"] * changed]

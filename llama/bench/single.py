@@ -51,6 +51,7 @@ def measure_cell(
     other = cell.other
     report = new_report("cell", [cell, other] if compare else [cell], command=command)
     runs = [(0, cell, repetition == 0) for repetition in range(repeats)] + ([(1, other, False)] if compare else [])
+    one = cell
     try:
         add_result(report, run_job("machine", cell, waiting=waiting), 0)
         for place, one, trace in runs:
@@ -63,7 +64,7 @@ def measure_cell(
         else:
             add_note(report, 0, f"{cell.compared}: not compared")
     except JobDied as death:
-        cell_row(report, 0)["error"] = f"died: {death}"
+        cell_row(report, 0)["error"] = f"died: {one.name}: {death}"
     with_rates(report)
     judge_noise(report)
     return report

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from bench_reports import hand_in_report, only_cell, predicted, table_report
 from fakes import write_checkpoint
-from jobs_here import Here, jobs_here
+from jobs_here import Here, jobs_here, run_of
 
 from llama import cli
 from llama.bench import plan, presets
+from llama.bench.cell import Cell
 from llama.bench.report.contents import machine_line
 from llama.bench.report.derived import ratio_range, saved, scatter, seconds_of
 from llama.bench.report.hand_in import code_tables, published_table
@@ -22,6 +23,7 @@ from llama.bench.report.sentences import findings, headline
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.run import worker
 from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, rows_of
 from llama.cli import benchmark_inference as script
 
@@ -218,7 +220,7 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
 FOUR = ["batch 1, cache on", "batch 1, cache off", "batch 2, cache on", "batch 2, cache off"]
 
 
-def test_a_report_without_time_predicts_all_cells_and_tears_no_pair(
+def test_a_report_without_time_makes_the_texts_predicts_all_cells_and_tears_no_pair(
     tiny: tuple[Here, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, words = tiny
@@ -230,18 +232,28 @@ def test_a_report_without_time_predicts_all_cells_and_tears_no_pair(
     assert [row["predicted"] for row in rows_of(report, "cell")] == [True] * 4
     assert all(row["within"] >= 1.25 for row in rows_of(report, "cell"))
     assert [row["measured_bytes"] for row in rows_of(report, "peak")] == [None] * 4
-    assert "4 of 4 cells are predicted (~)" in (folder / "report.md").read_text("utf-8")
+    shown = (folder / "report.md").read_text("utf-8")
+    assert "4 of 4 cells are predicted (~)" in shown
+    assert shown.count("| identical, ") == 4, "the texts come before all else"
 
 
-def test_the_texts_are_made_before_all_else_however_few_minutes_are_left_then(
-    tiny: tuple[Here, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_texts_whose_process_is_killed_have_a_sentence_in_their_section_and_resume_makes_them(
+    tiny: tuple[Here, list[str]], tmp_path: Path
 ) -> None:
-    here, words = tiny
-    monkeypatch.setattr(plan, "REPORT_LENGTHS", (3, 2))
-    assert cli.run(script.main, ["--preset", "report", *words, "--budget", "0.3"]) == 0  # less than the files take
-    assert here.done == ["calibrate"]
-    (folder,) = (tmp_path / "out").iterdir()
-    assert (folder / "report.md").read_text("utf-8").count("| identical, ") == 4
+    here, (_, model, *_) = tiny
+    deaths = [JobDied("its process was ended")]
+    here.fail = lambda kind, cell: deaths.pop() if deaths else None
+    base, asked = Cell(input_len=6, output_len=4, model=model, threads=1), {"prompts": ["One", "Two"], "budget": 1e-4}
+    run = run_of(presets.plan_report("report", base, engines=[], kinds=[], **asked), tmp_path)
+    run.run()
+    _, _, section = report_markdown(run.report).partition("## Four texts, with the cache and without\n\n")
+    assert section.startswith("- No text was made: its process was ended.\n")
+    assert [row["predicted"] for row in rows_of(run.report, "cell")] == [True] * 4
+    assert script.report_exit_code(run.report) == 0, "as of all failures beside the cells"
+    again = run_of(run.report, tmp_path, resume=True)
+    again.run()
+    assert here.done == ["calibrate"] * 2
+    assert report_markdown(again.report).count("| identical, ") == 2
 
 
 @pytest.mark.parametrize(("seconds", "made"), [(-1.0, [8]), (9.0, [8]), (50.0, [8, 16]), (300.0, [8, 32])])

@@ -122,25 +122,23 @@ class World:
         self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Job], float], *, start: float = presets.STARTING
     ) -> None:
         self.now, self.load, self.done, self.start, self.commit = 1024.0, load, list[str](), start, "one"
-        self.jobs: dict[str, Job] = {}
+        self.fail: Callable[[str, Cell], BaseException | None] = lambda kind, cell: None  # before a job
         monkeypatch.setattr(plan, "time", self)
         monkeypatch.setattr(plan, "run_job", self)
         monkeypatch.setattr(plan, "findings", lambda report: [])
-
-    def fail(self, kind: str, cell: Cell) -> None:
-        """Raise an error in place of a job, in a test that replaces this."""
 
     def monotonic(self) -> float:
         return self.now
 
     def __call__(self, kind: str, cell: Cell, *, waiting: Callable[[], None], **options: Any) -> dict[str, Any]:
+        if error := self.fail(kind, cell):
+            raise error
         timed = {"max_seq_len": 8192, "input_len": 10, "load_seconds": 2.0, "prefill_seconds": 5.0}
         timed |= {"step_seconds": 0.25, "many_rows": 1, "many_seconds": 0.25}
         if kind in ("machine", "calibrate"):
             self.now += self.start if kind == "calibrate" and self.start > presets.STARTING else 0.0
             facts = {"environment": {"commit": self.commit}, "ceilings": CEILINGS, "model": None}
             return {**facts, "timed": timed, "seconds": 0.0}
-        self.fail(kind, cell)
         job = Job("", kind, cell, 0, presets.Calibration(**timed).of_tokens(0))
         seconds = presets.cell_job(0, cell, presets.Calibration(**timed)).seconds if kind == "cell" else 20.0
         left = seconds * self.load(job) + self.start - presets.STARTING
@@ -340,7 +338,7 @@ def test_the_recording_for_the_page_is_part_of_the_budget(
 
 def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell, world: World, tmp_path: Path) -> None:
     asked: list[Cell] = []
-    world.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None
     table(base, tmp_path, minutes=0, watched=base.but(fast=True, exact=True, batch_size=8, text="a"))
     assert [(cell.engine, cell.fast, cell.exact, cell.text) for cell in asked] == [("llama", False, False, None)]
     (kept,) = tmp_path.glob("*/watch.html")
@@ -352,11 +350,7 @@ def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell,
 def test_a_generation_that_cannot_be_recorded_is_noted_and_nothing_is_lost(
     base: Cell, world: World, tmp_path: Path
 ) -> None:
-    def refuse(kind: str, cell: Cell) -> None:
-        if kind == "watch":
-            raise ValueError("not today")
-
-    world.fail = refuse  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: ValueError("not today") if kind == "watch" else None
     report = table(base, tmp_path, minutes=0, watched=base)
     assert report["failures"] == ["the page to step through: refused: not today"]
     assert counts(report) == [1] * 4
@@ -376,18 +370,14 @@ def test_a_run_that_passed_its_budget_says_by_how_much(
 
 
 def test_an_interrupted_table_keeps_its_cells_and_resumes(base: Cell, world: World, tmp_path: Path) -> None:
-    def interrupt(kind: str, cell: Cell) -> None:
-        if len(world.done) == 2:
-            raise KeyboardInterrupt
-
-    world.fail = interrupt  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: KeyboardInterrupt() if len(world.done) == 2 else None
     with pytest.raises(KeyboardInterrupt):
         table(base, tmp_path, minutes=0)
     (kept,) = tmp_path.glob("*/results.json")
     before = json.loads(kept.read_text())
     assert counts(before) == [1, 1, 0, 0]
 
-    world.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: None
     report = table(base, tmp_path, minutes=0, resume=True)
     assert list(tmp_path.glob("*/results.json")) == [kept]
     assert counts(report) == [1, 1, 1, 1]
@@ -429,21 +419,20 @@ def test_runs_of_one_day_do_not_overwrite_each_other_nor_a_file(base: Cell, tmp_
         new_run(tmp_path / "out", new_report("table", [base]))
 
 
-def test_a_cell_that_dies_says_so_the_others_stand_and_it_is_tried_again_when_resumed(
+def test_what_dies_says_so_the_others_stand_and_it_is_tried_again_when_resumed(
     base: Cell, world: World, tmp_path: Path
 ) -> None:
-    def die(kind: str, cell: Cell) -> None:
-        if kind == "cell" and cell.batch_size == 2 and not cell.kv_caching:
-            raise JobDied("its process was ended by SIGKILL")
-
-    world.fail = die  # type: ignore[method-assign]
+    killed = JobDied("its process was ended by SIGKILL")
+    once = {"machine": killed, "calibrate": killed}
+    world.fail = lambda kind, cell: killed if cell.name == FOUR[3] else once.pop(kind, None)
     report = table(base, tmp_path)
+    assert report["failures"] == ["the machine's ceilings: died: its process was ended by SIGKILL"]
     errors = [row["error"] for row in rows_of(report, "cell")]
     assert errors == [None, None, None, "died: its process was ended by SIGKILL"]
     assert counts(report) == [2, 2, 2, 0]
     assert "seconds" not in cell_row(report, 3), "what died is not predicted"
     assert script.report_exit_code(report) == script.DIED
-    world.fail = lambda kind, cell: None  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: None
     report = table(base, tmp_path, resume=True)
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
     assert counts(report) == [2, 2, 2, 2]
@@ -457,22 +446,14 @@ def test_a_repetition_that_the_budget_ends_is_not_listed_as_left_out(base: Cell,
 
 
 def test_a_repetition_that_dies_leaves_the_others_and_a_note(base: Cell, world: World, tmp_path: Path) -> None:
-    def die_the_second_time(kind: str, cell: Cell) -> None:
-        if kind == "cell" and cell.name == FOUR[0] and cell.name in world.done:
-            raise JobDied("gone")
-
-    world.fail = die_the_second_time  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: JobDied("gone") if kind == "cell" and cell.name in world.done[:1] else None
     report = table(base, tmp_path)
     assert "a repetition failed: died: gone" in cell_row(report, 0)["notes"]
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * 4
 
 
 def test_a_curve_that_fails_is_said_and_the_cells_stand(base: Cell, world: World, tmp_path: Path) -> None:
-    def die(kind: str, cell: Cell) -> None:
-        if kind == "steps" and cell.batch_size == 2:
-            raise JobDied("gone")
-
-    world.fail = die  # type: ignore[method-assign]
+    world.fail = lambda kind, cell: JobDied("gone") if kind == "steps" and cell.batch_size == 2 else None
     report = table(base, tmp_path)
     assert report["failures"] == ["steps at batch 2: died: gone"]
     assert {row["batch_size"] for row in rows_of(report, "step")} == {1}

@@ -19,7 +19,7 @@ from llama.bench import plan, presets, single
 from llama.bench.cell import Cell
 from llama.bench.presets import Calibration, Job, cell_job, paired, table_cells, table_groups
 from llama.bench.report import files
-from llama.bench.report.text import report_markdown
+from llama.bench.report.text import cell_text, report_markdown
 from llama.bench.run import jobs, worker
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.schema import Report, cell_row, new_report, rows_of
@@ -149,6 +149,14 @@ def test_unless_more_is_asked_for_one_mode_is_measured_once(base: Cell, here: He
     assert (len(again["seconds"]), len(again["tensor_peak_bytes"])) == (3, 1), "the first alone is traced"
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
         benchmark_inference(2, 6, 4, ckpt_dir=base.model, device="cpu", repeats=0)
+
+
+def test_a_single_cell_shows_its_figures_and_that_the_other_mode_died(base: Cell, here: Here) -> None:
+    here.fail = lambda kind, cell: JobDied("gone") if kind == "cell" and not cell.kv_caching else None
+    report = benchmark_inference(1, 6, 4, compare=True, ckpt_dir=base.model, threads=1, device="cpu")
+    for words in ("Inference time: ", "died: batch 1, cache off: gone"):
+        assert words in cell_text(report, 0)
+    assert script.report_exit_code(report) == script.DIED
 
 
 def test_a_violation_ends_with_exit_code_3_in_the_mode_that_is_compared_with_too(
@@ -331,11 +339,7 @@ def test_the_script_writes_a_preset_into_a_folder_with_a_generation_if_asked_for
 
 
 def test_an_interruption_ends_with_exit_code_130_and_a_report(base: Cell, here: Here, tmp_path: Path) -> None:
-    def interrupt(kind: str, cell: Cell) -> None:
-        if not cell.kv_caching:
-            raise KeyboardInterrupt
-
-    here.fail = interrupt  # type: ignore[method-assign]
+    here.fail = lambda kind, cell: None if cell.kv_caching else KeyboardInterrupt()
     words = ["--preset", "table", "--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
     assert run(*words, "--out", str(tmp_path), "--budget", "0") == 130
     (page,) = tmp_path.glob("*/report.md")

@@ -14,16 +14,19 @@ from typing import Any
 
 import pytest
 import sweep_task
-from bench_reports import check
+from bench_reports import bare_cell, check
 from fakes import NATIVE_SIZES, write_checkpoint
 from jobs_here import jobs_here
 from refusals import unrefused
 
 from llama.bench import sweep
+from llama.bench.cell import Cell
 from llama.bench.compare import OtherSetup
 from llama.bench.merged import merged
+from llama.bench.presets import Job
 from llama.bench.report.files import write_report
 from llama.bench.run.directory import read_report
+from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, Row, Status, cell_row, rows_of
 from llama.bench.sweep import Point, file_of, is_done, measure_points, part_of, read_plan
 from llama.cli import sweep as command
@@ -193,6 +196,19 @@ def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> N
     assert "goes past max_seq_len=64" in errors[0]
     assert "is too short" in errors[1]
     assert all(is_done(tmp_path, point) for point in points)
+
+
+def test_a_task_that_dies_leaves_the_others_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def do(kind: str, cell: Cell, **_: Any) -> Any:
+        if kind == "vt":
+            raise JobDied("gone")
+        return {"rows": [bare_cell(0), {"figures": "task", "task": kind, "context": 64}]}
+
+    monkeypatch.setattr(sweep, "run_job", do)
+    jobs = [Job(task, task, Cell(), 0, 0.0) for task in ("fwe", "vt", "cwe")]
+    report = sweep._measure_kind(Cell(), {}, jobs, "", lambda: None)
+    assert cell_row(report, 0)["error"] == "died: vt: gone", "so that the cell is measured again"
+    assert [row["task"] for row in rows_of(report, "task")] == ["machine", "fwe", "cwe"]
 
 
 def test_a_cell_during_which_the_code_changes_is_measured_again(

@@ -21,18 +21,18 @@ CEILINGS |= {"dtype": "fp32"}
 
 
 class Here:
-    """Replaces `run_job`, and lists the jobs that it did, as `label` names them. `fail` may raise before a job."""
+    """Replaces `run_job`, and lists the jobs that it did, as `label` names them. `fail` may return an error."""
 
     def __init__(self, label: Callable[[str, Cell], str]) -> None:
         self.label = label
         self.done: list[str] = []
-
-    def fail(self, kind: str, cell: Cell) -> None: ...
+        self.fail: Callable[[str, Cell], BaseException | None] = lambda kind, cell: None
 
     def __call__(self, kind: str, cell: Cell, *, waiting: Any = None, **job: Any) -> dict[str, Any]:
         if waiting is not None:
             waiting()
-        self.fail(kind, cell)
+        if error := self.fail(kind, cell):
+            raise error
         self.done.append(self.label(kind, cell))
         done: dict[str, Any] = json.loads(json.dumps(worker.JOBS[kind](cell, **job)))
         return done

@@ -12,7 +12,7 @@ from typing import Any
 from llama.bench.report.cells import CellView, cell_views, in_table_order
 from llama.bench.report.columns import NOT_MEASURED, Table, megabytes
 from llama.bench.report.peak import peak_bytes
-from llama.bench.schema import Report, Row, cell_of, rows_of
+from llama.bench.schema import TEXTS, Report, Row, cell_of, rows_of
 from llama.costs import MB, RELEASED, peak_memory
 
 # Peaks in MB that students published for Llama 3.2 1B in fp16 on a GPU, 256 tokens in and 32 out, by batch size.
@@ -23,8 +23,11 @@ _MODEL = replace(RELEASED["llama-3.2-1b"], tied_head=False)  # its .pth file has
 
 
 def text_table(report: Report) -> Table:
-    """Return the prompts with both continuations, side by side, and where they differ."""
+    """Return the prompts with both continuations, side by side, and where they differ; or why there are none."""
     rows = rows_of(report, "text")
+    why = [one.removeprefix(f"{TEXTS}: ") for one in report["failures"] if one.startswith(f"{TEXTS}: ")]
+    if why and not rows:
+        return Table("", notes=[f"No text was made: {why[0].rstrip('.')}."])
     shown = [[row["prompt"], row["cached_text"], row["uncached_text"], _difference(row)] for row in rows]
     notes = ["both continue greedily: the most likely token each time"]
     return Table("The same texts", ["prompt", "with the cache", "without", "difference"], shown, notes)

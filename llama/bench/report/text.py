@@ -38,6 +38,7 @@ def cell_text(report: Report, index: int) -> str:
     lines += [f"Batch size: {cell.batch_size}", f"Input length: {cell.input_len} tokens"]
     lines.append(f"Output length: {cell.output_len} tokens")
     if row.get("seconds"):
+        lines += [row["error"]] if row.get("error") else []  # a repetition, or the other mode
         # The text of the first row; control characters that could steer a terminal are shown as escapes.
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
         count = report["environment"].get("threads") if cell.device == "cpu" else None

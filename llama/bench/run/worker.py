@@ -26,7 +26,7 @@ from llama.bench.run.memory_ledger import check_memory
 from llama.bench.run.models import find_model, open_engine
 from llama.bench.run.step_times import step_times
 from llama.bench.run.tasks import cache_task
-from llama.bench.schema import Row
+from llama.bench.schema import TEXTS, Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
@@ -86,7 +86,7 @@ def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> 
         try:
             found["rows"] = continued_texts(engine, **texts, started=started)
         except (ValueError, RuntimeError) as error:  # too long for the model, or out of memory: the cells stand
-            found["failures"] = [f"the four texts: {str(error).partition(chr(10))[0] or repr(error)}"]
+            found["failures"] = [f"{TEXTS}: {str(error).partition(chr(10))[0] or repr(error)}"]
     return {**found, "seconds": time.perf_counter() - started}
 
 
