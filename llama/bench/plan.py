@@ -6,7 +6,8 @@ Cells that were left out get predicted figures. Finished rows are saved at once,
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Run:
         try:
             self._begin()
             late: list[Group] = []
-            done = self._once(self._groups(), late)
+            done = self._once(self._groups(self.report, self.seconds_left), late)
             repetitions = range(1, REPETITIONS if self.budget < math.inf else 1)
             self._repeat(done, repetitions[: LEAST_REPETITIONS - 1])
             self._once(late)
@@ -119,9 +120,10 @@ class Run:
             ceilings = Job("the machine's ceilings", "machine", first, 0, 0.0, of_cell=False)
             self._measure(Group((ceilings,)), limited=False)
         self._calibrate(first, rows if report["preset"] in ("table", "report") else 1)
-        groups = [group for group in self._groups() if self._due(group, 0)]
+        planned = self._planned()
+        groups = [group for group in planned if self._due(group, 0)]
         once, left = sum(map(self.expected, groups)), self.seconds_left()
-        again = sum(self.expected(group) for group in self._groups() if group.repeats)
+        again = sum(self.expected(group) for group in planned if group.repeats)
         self.progress.total = self.progress.n + (
             min(once + (REPETITIONS - 1) * again, left) if left < math.inf else once
         )
@@ -158,9 +160,21 @@ class Run:
         self.budget -= max(WRITING, starting) if self.is_hand_in else 0.0
         self._save()
 
-    def _groups(self) -> Iterator[Group]:
+    def _planned(self) -> list[Group]:
+        """Return the groups as they will be if each takes as long as expected; the report's plan stays as it is."""
+        report: Report = {**self.report, "plan": deepcopy(self.report["plan"])}
+        found = list[Group]()
+
+        def left() -> float:
+            return max(0.0, self.seconds_left() - sum(self.expected(one) for one in found if self._due(one, 0)))
+
+        for group in self._groups(report, left):
+            found.append(group)  # before `left` is asked again
+        return found
+
+    def _groups(self, report: Report, left: Callable[[], float]) -> Iterator[Group]:
         """Yield the groups of the preset, and after the first one the recording for the page, so that it finds time."""
-        groups = GROUPS[self.report["preset"]](self.report, self.calibration, self.seconds_left)
+        groups = GROUPS[report["preset"]](report, self.calibration, left)
         yield next(groups)
         if self.watched is not None and not self.is_hand_in and steps_of(self.folder) is None:
             yield Group((recording_job(self.watched, self.calibration),))

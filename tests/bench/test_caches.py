@@ -315,6 +315,16 @@ def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, 
     assert {row["cell"] for row in measured_rows(report, "step")} == {0, 1}, "another job of a kind that died"
 
 
+def test_what_named_tasks_take_is_not_planned_for_the_other_figures_too(base: Cell, tmp_path: Path) -> None:
+    """Or a budget in which all fits is called too small: two kinds need 810 s for the task, and the rest 45 s."""
+    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=15)
+    task = {"task": "vt", "context": 1024, "tokens": 100_000, "steps": 0}
+    report["plan"] |= {"longest": 2048, "contexts": [1024], "tasks": [task]}
+    run = run_of(report, tmp_path)
+    run.calibration = Calibration(8192, 100, 1.0, 0.2, 0.04, 1, 0.04)
+    assert 855 < sum(map(run.expected, run._planned())) < run.seconds_left()
+
+
 @pytest.mark.usefixtures("here")
 def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_length(base: Cell, tmp_path: Path) -> None:
     """As `llama.quality.perplexity.compare` judges them there."""

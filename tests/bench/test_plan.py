@@ -290,8 +290,8 @@ def test_an_engine_that_is_slower_than_predicted_corrects_the_expectation_of_its
     report = plan_report("table", base, engines=[], kinds=[], budget=60)
     run = Run(tmp_path, report, seconds_bar())
     run._begin()
-    on, off = next(run._groups()).jobs
-    later = [*run._groups()][1]
+    on, off = run._planned()[0].jobs
+    later = run._planned()[1]
     before = run.expected(Group((later.jobs[0],))), run.expected(Group((later.jobs[1],)))
     run._measure(Group((on, off)))
     after = run.expected(Group((later.jobs[0],))), run.expected(Group((later.jobs[1],)))
@@ -475,7 +475,7 @@ def test_without_a_budget_the_bar_counts_everything_once_behind_what_is_done(
     run = run_of(plan_report("table", base, engines=[], kinds=[], budget=None), tmp_path)
     run._advance(30.0)
     run._begin()
-    assert run.progress.total == pytest.approx(30.0 + sum(map(run.expected, run._groups())))
+    assert run.progress.total == pytest.approx(30.0 + sum(map(run.expected, run._planned())))
     run.progress.close()
 
 
@@ -499,8 +499,8 @@ def test_the_bar_names_the_job_counts_expected_seconds_and_leaves_nothing_behind
     assert run.progress.n == 30.0
     assert run.expected(Group((Job("a job", "machine", base, 0, 30.0),))) < 30.0  # from now on what it really took
     run._begin()
-    once = sum(map(run.expected, run._groups()))
-    assert run.progress.total == pytest.approx(30.0 + once + sum(run.expected(one) for one in [*run._groups()][:2]))
+    once = sum(map(run.expected, run._planned()))
+    assert run.progress.total == pytest.approx(30.0 + once + sum(run.expected(one) for one in run._planned()[:2]))
     run.progress.refresh()
     assert re.search(r"how long it will take.* left", terminal.getvalue())
     run.progress.close()
