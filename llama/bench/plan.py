@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from llama.bench.cell import Cell
+from llama.bench.cell import FULL, Cell
 from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
 from llama.bench.noise import judge_noise
 from llama.bench.presets import GROUPS, RECORDING, REPORT_LENGTHS, Calibration, Group, Job, cells_of, recording_job
@@ -25,7 +26,7 @@ from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.measure import predicted_peak, predicted_rows
 from llama.bench.run.models import find_model
 from llama.bench.schema import TEXTS, Report, cell_row, is_measured, measured_rows, merge, pairs, rows_of
-from llama.bench.statistics import LEAST_REPETITIONS, median_of
+from llama.bench.statistics import LEAST_REPETITIONS, median_of, values_of
 
 REPETITIONS = 5
 OVERRUN = 0.2  # of the budget: a job that would end later under load is ended
@@ -302,15 +303,16 @@ class Run:
     def _predict_cell(self, place: int, cell: Cell) -> None:
         """Predict all figures of a cell of ours, and the time of a peer's.
 
-        The time is off by at most what measured times differ by, of equal work and of the two modes.
+        The time is off by at most what measured times differ by, of equal work, of both modes and of the first forward.
         """
-        report, row, (path, paces) = self.report, cell_row(self.report, place), self._path_and_paces(cell)
+        report, row, (path, pace, paces) = self.report, cell_row(self.report, place), self._path_and_paces(cell)
         can_predict = cell.engine == "llama" or cell.kv_caching in paces
         if is_measured(row) or row["error"] or cell.speculate or not can_predict:
             return
-        seconds = [one * paces.get(cell.kv_caching, 1.0) for one in self.calibration.of_forwards(cell)]
-        apart = max(paces.values(), default=1.0) / min(paces.values(), default=1.0)
-        within = max(LEAST_WITHIN, scatter(report), self.calibration.scatter, apart)
+        first, *later = self.calibration.of_forwards(cell)
+        seconds = [pace * first, *(one * paces.get(cell.kv_caching, 1.0) for one in later)]
+        known = pace, *paces.values()
+        within = max(LEAST_WITHIN, scatter(report), self.calibration.scatter, max(known) / min(known))
         report["rows"] = [one for one in report["rows"] if one["cell"] != place or one["figures"] != "memory"]
         merge(report, predicted_rows(cell, self._source(cell), seconds, path, within=within), place)
 
@@ -327,18 +329,24 @@ class Run:
             self._sources[key] = find_model(key)
         return self._sources[key]
 
-    def _path_and_paces(self, cell: Cell) -> tuple[str, dict[bool, float]]:
+    def _path_and_paces(self, cell: Cell) -> tuple[str, float, dict[bool, float]]:
         """Return the path of measured cells like this one, and how many times its prediction the largest of them took.
 
-        Cells like this one have the same engine and weights; the paces are those with the cache and without.
+        Cells like this one have the same engine and weights; the paces are that of the first forward, and those of all
+        later ones with the cache and without.
         """
-        path, paces = "fast" if cell.fast else "plain", dict[bool, float]()
+        path, firsts, paces = "fast" if cell.fast else "plain", dict[bool, list[float]](), dict[bool, float]()
         for other, row in zip(cells_of(self.report), rows_of(self.report, "cell"), strict=True):
             if is_measured(row) and other.rounding == cell.rounding:
                 path = row["path"]
                 if not other.speculate:
-                    paces[other.kv_caching] = median_of(row, "seconds") / sum(self.calibration.of_forwards(other))
-        return path, paces
+                    first, *later = self.calibration.of_forwards(other)
+                    # The first forward is the same work in both modes, unless a kind rounds or drops what it stores.
+                    if cell.kv_cache == FULL or other.kv_caching == cell.kv_caching:
+                        firsts[other.kv_caching] = [one / first for one in values_of(row, "first_token_seconds")]
+                    rest = median_of(row, "seconds") - median_of(row, "first_token_seconds")
+                    paces[other.kv_caching] = rest / sum(later) if later else 1.0
+        return path, median([one for each in firsts.values() for one in each] or [1.0]), paces
 
 
 def _alike(job: Job) -> tuple[Any, ...]:

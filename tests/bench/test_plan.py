@@ -301,23 +301,28 @@ def test_an_engine_that_is_slower_than_predicted_corrects_the_expectation_of_its
     assert world.done == [on.name, off.name]
 
 
-def test_predicted_times_follow_the_pace_of_the_largest_measured_batch_of_the_same_mode(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["static", "int8"])
+def test_predicted_times_follow_the_pace_of_the_largest_measured_batch(
+    kind: str, base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first token of both modes with the full cache, which is the same work; later ones and kinds of each mode."""
     World(monkeypatch, lambda job: 1.0)
-    report = plan_report("table", base, engines=["transformers"], kinds=[], budget=60)
+    base = base.but(kv_cache=kind)
+    report = plan_report("table", base, engines=["transformers"][: kind == "static"], kinds=[], budget=60)
     run = Run(tmp_path, report, seconds_bar())
     run._begin()
     cells = [Cell(**cell) for cell in report["cells"]]
-    predicted = [sum(run.calibration.of_forwards(cell)) for cell in cells]
-    for place, pace in ((0, 2.0), (1, 5.0)):
-        row = {"figures": "cell", "seconds": [pace * predicted[place]], "path": "plain", "other_load_cores": [None]}
-        merge(report, [row], place)
+    for place, first, later in ((0, 1.5, 2.0), (1, 2.5, 5.0)):
+        one, *others = run.calibration.of_forwards(cells[place])
+        row = {"figures": "cell", "path": "plain", "other_load_cores": [None], "first_token_seconds": [first * one]}
+        merge(report, [{**row, "seconds": [first * one + later * sum(others)]}], place)
     run._predict()
     for place, cell in enumerate(cells[2:], 2):
-        row, pace = cell_row(report, place), 2.0 if cell.kv_caching else 5.0
+        row, (one, *others) = cell_row(report, place), run.calibration.of_forwards(cell)
+        first, later = (1.5, 2.0) if cell.kv_caching else (2.5, 5.0)
         if cell.engine == "llama":
-            assert row["seconds"] == [pytest.approx(pace * predicted[place])]
+            assert row["first_token_seconds"] == [pytest.approx(one * (2.0 if kind == "static" else first))]
+            assert row["step_seconds"] == [pytest.approx([later * other for other in others])]
         else:
             assert "seconds" not in row, "nothing is known of an engine that has not run"
 
