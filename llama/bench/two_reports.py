@@ -1,23 +1,23 @@
 """Compares two reports, A and B: the ratio of each figure, its bootstrap interval, and whether it shows a difference.
 
-Knows no files. Figures with samples are times and peaks of memory, so less is better. Figures that follow from them,
-such as tokens per second, are left out.
+Knows no files. Figures with samples are times and peaks of memory, of which less is better, and scores of tasks, of
+which more is better. Figures that follow from them, such as tokens per second, are left out.
 """
 
 import random
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, column
+from llama.bench.report.tasks import mean_interval, minus_full, with_interval
 from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of, check_setups, differing
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
 FACTS = ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")  # of the environment
 SAMPLED = REPEATED - {"other_load_cores", "proposed", "accepted"}
-SINGLE = {
-    *("cache_bytes", "file_bytes", "token_forwards"),
-    *("nll", "mean_kl", "top1_agreement", "score", "score_question_seen"),
-}
+SCORES = {"score", "score_question_seen"}  # means of samples
+SINGLE = SCORES | {"cache_bytes", "file_bytes", "token_forwards", "nll", "mean_kl", "top1_agreement"}
 SAME, BETTER, WORSE, ALLOWED = NO_DIFFERENCE, "better", "worse", "worse, allowed"
 
 
@@ -27,7 +27,8 @@ class Figure(NamedTuple):
     name, column: what was measured, and its column in a row.
     a, b: the samples of each report, one a repetition; empty if the report lacks the figure.
     ratio: the median of B over that of A; None if one is missing or A's is 0.
-    interval: the ends of the 95 % interval of the ratio; None if there are too few samples.
+    interval: the ends of the 95 % interval of the ratio, or of a score of its mean difference; None with few samples.
+    minus_a: of a score, how much higher that of B is for each sample of the task; empty if their samples differ.
     """
 
     name: str
@@ -36,16 +37,20 @@ class Figure(NamedTuple):
     b: list[float]
     ratio: float | None
     interval: tuple[float, float] | None
+    minus_a: Sequence[float] | None = None
 
     def verdict(self, allow: float) -> str:
         """Return what the figure shows; `allow` is the percentage by which it may become worse."""
         if not (self.a and self.b):
             return f"only in {'A' if self.a else 'B'}"
-        if self.interval is None or self.ratio is None:
+        if self.interval is None:
             return NOT_JUDGED
-        if self.interval[0] <= 1 <= self.interval[1]:
+        (low, high), equal = self.interval, 1 if self.minus_a is None else 0
+        if low <= equal <= high:
             return SAME
-        return BETTER if self.interval[1] < 1 else WORSE if self.ratio > 1 + allow / 100 else ALLOWED
+        if (low > equal) == (equal == 0):  # of a score, more is better
+            return BETTER
+        return WORSE if self.ratio is None or abs(self.ratio - 1) > allow / 100 else ALLOWED
 
 
 def figures(a: Report, b: Report) -> list[Figure]:
@@ -56,10 +61,23 @@ def figures(a: Report, b: Report) -> list[Figure]:
     found = []
     for key in dict.fromkeys([*in_a, *in_b]):
         *_, name, column_name = key
-        one, other = in_a.get(key, []), in_b.get(key, [])
+        (row, one), (other_row, other) = in_a.get(key, ({}, [])), in_b.get(key, ({}, []))
         ratio = median(other) / median(one) if one and other and median(one) else None
-        found.append(Figure(name, column_name, one, other, ratio, ratio_interval(one, other)))
+        more = _minus(column_name, other_row, row)
+        interval = ratio_interval(one, other) if more is None else mean_interval(tuple(more))
+        found.append(Figure(name, column_name, one, other, ratio, interval, more))
     return found
+
+
+def _minus(score: str, b: Row, a: Row) -> list[float] | None:
+    """Return by how much each sample scores higher in B than in A; None for other columns than scores.
+
+    It is empty if a row lacks its samples, or if they or the weights differ.
+    """
+    if score not in SCORES:
+        return None
+    same = "scores" in b and "scores" in a and b.get("digest") == a.get("digest") is not None
+    return minus_full(b, a).get(score.replace("score", "minus_full"), []) if same else []
 
 
 def ratio_interval(a: list[float], b: list[float], *, seed: int = 1) -> tuple[float, float] | None:
@@ -76,19 +94,19 @@ def ratio_interval(a: list[float], b: list[float], *, seed: int = 1) -> tuple[fl
     return bootstrap_interval(ratio, seed=seed)
 
 
-def _samples(report: Report) -> dict[tuple[Any, ...], list[float]]:
-    """Return the samples of every measured figure, by what identifies it in any report; the key ends in its names.
+def _samples(report: Report) -> dict[tuple[Any, ...], tuple[Row, list[float]]]:
+    """Return the row and the samples of every measured figure, by what identifies it; the key ends in its names.
 
     A repetition of a cell is one sample of its step: the median, because steps of one process are not independent.
     Raises TypeError for a value that is not a number.
     """
-    found: dict[tuple[Any, ...], list[float]] = {}
+    found: dict[tuple[Any, ...], tuple[Row, list[float]]] = {}
     for row in (one for one in report["rows"] if not one.get("predicted")):
         for name in (name for name in row if name in SAMPLED | SINGLE):
             values = row[name] if isinstance(row[name], list) else [row[name]]
             if known := [one for one in values if one not in (None, [])]:
                 each = [median(one) if isinstance(one, list) else one for one in known]
-                found[*_identity(report, row), name] = [value + 0 for value in each]
+                found[*_identity(report, row), name] = row, [value + 0 for value in each]
     return found
 
 
@@ -124,11 +142,23 @@ def differences(a: Report, b: Report) -> list[str]:
 
 def comparison_table(title: str, found: list[Figure], allow: float) -> Table:
     """Return figures as a table, each with its medians, ratio, interval, samples and verdict."""
-    rows = []
+    rows, notes = [], list[str]()
     for one in found:
-        shown = column(one.column)
+        shown, counted = column(one.column), f"{len(one.a)}, {len(one.b)}"
         medians = [shown.write(median(side)) if side else "-" for side in (one.a, one.b)]
         ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
         ends = "-" if one.interval is None else "{:.3f} to {:.3f}".format(*one.interval)
-        rows.append([one.name, shown.head, *medians, ratio, ends, f"{len(one.a)}, {len(one.b)}", one.verdict(allow)])
-    return Table(title, ["figure", "column", "A", "B", "B / A", "95 % interval", "n", "verdict"], rows)
+        if one.minus_a is not None:
+            medians = [with_interval(side) if side else "-" for side in (one.a, one.b)]
+        if one.minus_a:
+            ends, counted = f"B - A: {with_interval(one.minus_a, '+')}", f"{len(one.minus_a)} pairs"
+            notes.append(
+                "B - A: the difference of the scores in percentage points, sample by sample, with its 95 % interval"
+            )
+        elif one.minus_a is not None and one.a and one.b:
+            notes.append(
+                "a score without B - A: the samples or the weights differ or are unknown, so its means are not judged"
+            )
+        rows.append([one.name, shown.head, *medians, ratio, ends, counted, one.verdict(allow)])
+    heads = ["figure", "column", "A", "B", "B / A", "95 % interval", "n", "verdict"]
+    return Table(title, heads, rows, list(dict.fromkeys(notes)))

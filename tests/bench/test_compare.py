@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -99,6 +99,30 @@ def test_figures_of_one_side_are_listed_and_predicted_ones_are_none() -> None:
     assert found == {("cache on", "not judged"), ("int8 cache", "only in A"), ("int4 cache", "only in B")}
     b["rows"][1]["predicted"] = True
     assert {one.verdict(5.0) for one in figures(a, b)} == {"not judged", "only in A"}
+
+
+def scored(scores: list[float], digest: str | None = "d") -> Report:
+    """Return the report of the full cache with these scores of a task."""
+    report = caches_report(["static"])
+    report["rows"] = [row for row in report["rows"] if row["figures"] == "task"]
+    report["rows"][0] |= {"digest": digest, "scores": scores, "score": fmean(scores)}
+    return report
+
+
+def test_scores_are_compared_sample_by_sample_and_more_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, none = [1.0] * 12 + [0.0] * 8, [0.0] * 20
+    like, worse = [*full[:10], 0.0, 0.0, 1.0, *full[13:]], [0.0] * 9 + full[9:]
+    for a, b, verdict in ((full, like, SAME), (full, worse, WORSE), (worse, full, BETTER), (none, full, BETTER)):
+        assert by_column(scored(a), scored(b))["score"].verdict(5.0) == verdict
+    assert by_column(scored(full), scored(worse))["score"].verdict(80.0) == ALLOWED
+    assert main(*saved(tmp_path, scored(full), scored(worse))) == 1
+    assert "| 60.0 | 15.0 | 0.250 | B - A: -45.0 (-70.0 to -25.0) | 20 pairs | worse |" in capsys.readouterr().out
+    del (bare := scored(none))["rows"][0]["scores"]
+    for other in (bare, scored(none, "e"), scored(none[:9]), scored(none, None)):
+        assert main(*saved(tmp_path, scored(full), other)) == 0
+        assert "a score without B - A: the samples or the weights differ or are unknown" in capsys.readouterr().out
 
 
 def test_another_setup_is_refused_by_name_unless_it_is_asked_for_and_then_in_the_title(

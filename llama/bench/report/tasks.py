@@ -72,7 +72,7 @@ def scores_of(row: Row) -> dict[str, Any]:
     for way in WAYS:
         more, names = row.get(f"minus_full{way}"), [f"{name}{way}" for name in ("score", "difference", "lost")]
         compared = ["-", "-"] if more is None else [_difference(more), _lost(more)]
-        figures = [_with_interval(row[f"scores{way}"]), *compared]
+        figures = [with_interval(row[f"scores{way}"]), *compared]
         shown |= zip(names, figures if row["judged"] else [NOT_JUDGED] * 3, strict=True)
         shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
     return shown | ({"context": "as in the file"} if row["context"] is None else {})
@@ -81,8 +81,8 @@ def scores_of(row: Row) -> dict[str, Any]:
 def _difference(more: Sequence[float]) -> str:
     ends = mean_interval(tuple(more))
     if ends is None:
-        return f"{_with_interval(more, '+')} ({TOO_FEW})"
-    return NO_DIFFERENCE if ends[0] <= 0 <= ends[1] else _with_interval(more, "+")
+        return f"{with_interval(more, '+')} ({TOO_FEW})"
+    return NO_DIFFERENCE if ends[0] <= 0 <= ends[1] else with_interval(more, "+")
 
 
 def _lost(more: Sequence[float]) -> str:
@@ -101,7 +101,7 @@ def mean_interval(values: tuple[float, ...]) -> tuple[float, float] | None:
     return bootstrap_interval(lambda dice: fmean(dice.choices(values, k=len(values))))
 
 
-def _with_interval(values: Sequence[float], sign: str = "") -> str:
+def with_interval(values: Sequence[float], sign: str = "") -> str:
     """Return the mean in percent, with its interval if there are enough values and they differ."""
     mean, ends = f"{100 * fmean(values):{sign}.1f}", mean_interval(tuple(values))
     return (
