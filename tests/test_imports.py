@@ -104,7 +104,7 @@ MAY_IMPORT = {
     "llama/watch/": (f"{CORE} costs host quant untrusted.words watch", "torch"),
     "llama/serve/requests.py": ("request sampling untrusted", ""),
     "llama/serve/metrics.py": ("", "prometheus_client"),
-    "llama/serve/engine.py": ("many request serve sessions streaming untrusted.words", ""),
+    "llama/serve/engine.py": ("many request serve sessions streaming tokenizer.chat untrusted.words", ""),
     "llama/serve/answers.py": ("serve", ""),
     "llama/serve/app.py": ("host.palette serve streaming tokenizer untrusted.words", "starlette prometheus_client"),
     "llama/serve/server.py": ("serve", "uvicorn"),

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
+from datetime import date as a_date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def main(
     prompt_file: str | None = None,
     out: str | None = None,
     part: str | None = None,
+    date: str | None = None,
     rows: int | None = None,
     cache_gb: float | None = None,
     max_gen_len: int | None = None,
@@ -93,6 +95,7 @@ def main(
             .jsonl has a prompt in each line, as a JSON object of its own or one of OpenAI's batches; see docs/files.md.
         out: With a .jsonl file, the file of the answers, one a line. The same command resumes a killed run.
         part: With a .jsonl file, answer its i-th of n parts, i/n; by default that of a task of Slurm's job array.
+        date: With a .jsonl file, the day, YYYY-MM-DD, that some chat templates print; by default that of the first run.
         rows: With a .jsonl file, how many prompts run at a time, by default 16.
         cache_gb: With a .jsonl file, the most memory of all caches, in units of 2^30 bytes; by default no limit.
         max_gen_len: The most tokens to add to each prompt, by default 64; in a conversation 512 for each answer.
@@ -133,7 +136,7 @@ def main(
     check_outputs(conversation, stream=stream, trace=trace, watch=watch, fast=fast is True)
     has_lines = prompt_file is not None and Path(prompt_file).suffix.lower() in LINES
     others = {"a prompt": prompts, "--chat": chat, "--stream": stream, "--trace": trace, "--watch": watch}
-    of_lines = {"--out": out, "--part": part, "--rows": rows, "--cache_gb": cache_gb}
+    of_lines = {"--out": out, "--part": part, "--date": date, "--rows": rows, "--cache_gb": cache_gb}
     check_files(has_lines, of_lines, {**others, "--share_prefix": share_prefix, "--kv_caching=False": not kv_caching})
     texts = [] if conversation or has_lines else read_prompts(prompts, prompt_file)
     note_escapes(stop)
@@ -171,7 +174,7 @@ def main(
     about = setting(model, kv_cache)
     if has_lines:
         rows = rows or 16
-        return answer_file(source, answers, model, tokenizer, writing, flags, rows=rows, speculate=speculate)
+        return answer_file(source, answers, model, tokenizer, writing, flags, rows=rows, speculate=speculate, date=date)
     if conversation:
         from llama.cli.terminal import TerminalChat
 
@@ -199,7 +202,7 @@ show_steps = variant(
 
 
 def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any]) -> None:
-    """Raise ValueError for flags that mean nothing with JSON lines, or without, and for numbers not above 0."""
+    """Raise ValueError for flags that mean nothing with JSON lines, or without, for numbers not above 0, or no date."""
     given = [name for name, value in (others if has_lines else of_lines).items() if value not in (None, (), False)]
     if given:
         raise ValueError(
@@ -208,6 +211,11 @@ def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any
     for name in ("--rows", "--cache_gb"):
         if of_lines[name] is not None and not 0 < of_lines[name] < math.inf:
             raise ValueError(f"{name}={of_lines[name]} must be above 0, and finite")
+    if (day := of_lines["--date"]) is not None:
+        try:
+            a_date.fromisoformat(day)
+        except ValueError:
+            raise ValueError(f"--date={day!r:.40} is no date; write it as YYYY-MM-DD") from None
 
 
 def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str | None, fast: bool) -> None:

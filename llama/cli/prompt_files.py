@@ -11,7 +11,7 @@ import time
 from array import array
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -164,6 +164,14 @@ def _line(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
+def day_begun(journal: Path) -> str | None:
+    """Return the day that the chat template of a journal's run prints; None if it prints none, or without a journal."""
+    with suppress(OSError, ValueError), open_regular(journal) as file:
+        head = json.loads(file.readline())
+        return head.get("day") if isinstance(head, dict) else None
+    return None
+
+
 def _check_same(path: Path, saved: Record, made_by: Record) -> None:
     """Raise ValueError if a journal depends on something else."""
     for name, value in made_by.items():
@@ -230,19 +238,23 @@ def answer_file(
     *,
     rows: int,
     speculate: str | None,
+    date: str | None = None,
 ) -> int:
     """Answer the lines by a model, and return the exit code.
 
     settings: the arguments of `Writer.add` that a line may override. flags: `cache_gb`, and others that decide answers.
     rows: how many texts run at a time. speculate: how tokens are guessed; no answer depends on it.
+    date: the day that a chat template prints; None: that on which the journal was begun.
     """
     from llama.sessions.origin import text_origin  # deferred, as all that imports torch
-    from llama.tokenizer.chat import ChatFormat
+    from llama.tokenizer.chat import ChatFormat, day_of
 
     cache_bytes = None if flags["cache_gb"] is None else int(flags["cache_gb"] * 2**30)
     writer = Writer(model, tokenizer, rows=rows, cache_bytes=cache_bytes, speculate=speculate)
-    made_by = {**settings, **flags, **text_origin(steady(model), tokenizer)}
-    chat_format = cache(lambda: ChatFormat(tokenizer))
+    today = day_of(tokenizer)
+    day = today and (date or day_begun(journal_of(out)) or today)
+    made_by = {**settings, **flags, **text_origin(steady(model), tokenizer, day)}
+    chat_format = cache(lambda: ChatFormat(tokenizer, day=day))
     arguments = partial(
         Question.arguments, settings=settings, encode_dialog=lambda dialog: chat_format().encode_dialog_prompt(dialog)
     )

@@ -161,7 +161,7 @@ class App:
         try:
             if not asked.chat:
                 return [encode_prompt(self.engine.tokenizer, prompt) for prompt in asked.prompts]
-            self._chat = self._chat or ChatFormat(self.engine.tokenizer)
+            self._chat = self._chat or ChatFormat(self.engine.tokenizer, day=self.engine.day)
             return [self._chat.encode_dialog_prompt(dialog) for dialog in asked.prompts]
         except ValueError as error:
             raise Refused(str(error), param="messages" if asked.chat else "prompt") from None

@@ -24,6 +24,7 @@ from llama.serve.requests import Refused
 from llama.sessions.digest import digest_of_text
 from llama.sessions.origin import text_origin
 from llama.streaming import Completion
+from llama.tokenizer.chat import day_of
 from llama.untrusted.words import printable
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,8 @@ class Engine:
         self.model = steady(model)
         bounded = model.new_cache(self.options.get("kv_cache")).bound is not None
         self.longest = None if bounded else model.args.max_seq_len
-        self.fingerprint = fingerprint_of(self.model, self.tokenizer, self.options.get("kv_cache"))
+        self.day = day_of(self.tokenizer)
+        self.fingerprint = fingerprint_of(self.model, self.tokenizer, self.options.get("kv_cache"), self.day)
         self._restart()
 
     def _restart(self) -> None:
@@ -287,7 +289,7 @@ def _tokens(completion: Completion, seen: int) -> tuple[tuple[int, float | None]
     return tuple(zip(ids, completion.get("logprobs", [None] * (seen + len(ids)))[seen:], strict=True))
 
 
-def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None) -> str | None:
+def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None, day: str | None) -> str | None:
     """Return a name of all that decides a text except the request; None if other texts may decide its bits.
 
     They do not in native code and in exact mode.
@@ -295,5 +297,5 @@ def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None) -> str | No
     runner = model.runner
     if not model.exact and (runner is None or runner.exact is None):
         return None
-    facts = text_origin(model, tokenizer) | {"kv_cache": kv_cache or model.args.kv_cache}
+    facts = text_origin(model, tokenizer, day) | {"kv_cache": kv_cache or model.args.kv_cache}
     return f"fp_{digest_of_text(json.dumps(facts))}"

@@ -43,14 +43,18 @@ def origin(model: Switches) -> dict[str, Any]:
     }
 
 
-def text_origin(model: Switches, tokenizer: TextCodec) -> dict[str, Any]:
-    """Return what decides the texts of a model, except requests and the kind of cache, as JSON values."""
+def text_origin(model: Switches, tokenizer: TextCodec, day: str | None) -> dict[str, Any]:
+    """Return what decides the texts of a model, except requests and the kind of cache, as JSON values.
+
+    day: the date that the chat template prints; None if it prints none.
+    """
     return {
         **origin(model),
         "execution": str(model.execution),
         "code": model.runner and model.runner.code,
         "weights": weights_digest(model),
         "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
+        "day": day,
         "torch": torch.__version__,
         "llama_kv": f"{__version__} code {code_digest()}",
     }

@@ -21,9 +21,10 @@ so merges cross from a template's text into a content.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.vocabulary import check_text
@@ -59,6 +60,12 @@ class Rendering:
         return None if index is None else Rendering(["", *self.parts[index:]])
 
 
+def day_of(tokenizer: Any) -> str | None:
+    """Return today's date if the tokenizer's chat template prints the time: then it decides ids. Else return None."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return datetime.now().date().isoformat() if "strftime_now" in template else None
+
+
 _LLAMA_3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -66,11 +73,12 @@ class ChatFormat:
     """Converts dialogs to ids by the tokenizer's chat template, or without one in Llama 3's format.
 
     A template gets the variables of transformers: `messages`, `add_generation_prompt`, the texts of the BOS, EOS and
-    padding tokens, `tools` and `documents` as None, and `strftime_now`, whose time is that of the constructor. Raises
-    ValueError if there is neither a template that can be rendered nor Llama 3's special tokens.
+    padding tokens, `tools` and `documents` as None, and `strftime_now`, whose time is the beginning of `day`, or by
+    default that of the constructor. Raises ValueError if there is neither a template that can be rendered nor Llama 3's
+    special tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, day: str | None = None) -> None:
         self.tokenizer = tokenizer
         has = tokenizer.special_tokens
         self._is_llama_3 = has.keys() >= set(_LLAMA_3)
@@ -78,7 +86,7 @@ class ChatFormat:
         self._special_texts = sorted((text for text in has if text.strip()), key=len, reverse=True)
         self._chars = {char for text in has for char in text if not char.isspace()}
         if tokenizer.chat_template:
-            self._try(tokenizer.chat_template)
+            self._try(tokenizer.chat_template, None if day is None else datetime.fromisoformat(day))
         elif not self._is_llama_3:
             raise ValueError(
                 "this tokenizer has no known chat format: it has no chat template and no special tokens "
@@ -131,10 +139,10 @@ class ChatFormat:
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
-    def _try(self, template: str) -> None:
+    def _try(self, template: str, now: datetime | None) -> None:
         """Raise TemplateFailed if the template cannot be rendered; it may reject the sample dialog."""
         with self._with_remedy():
-            self._renderer = Renderer(template)
+            self._renderer = Renderer(template, now)
         with suppress(DialogRefused):
             self.render([{"role": "user", "content": "Hi"}])
 

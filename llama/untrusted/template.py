@@ -44,16 +44,16 @@ class Renderer:
     """Renders one template, in a process that starts at the first use and serves later ones.
 
     The process has no open file except its two pipes. It ends with the renderer, at a limit, and after a malformed
-    reply. `strftime_now` gives the time of the constructor, so that the date does not change during a conversation.
-    Raises TemplateFailed for a template that is too long.
+    reply. `strftime_now` gives the time `now`, by default that of the constructor, so that the date does not change
+    during a conversation. Raises TemplateFailed for a template that is too long.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, now: datetime | None = None) -> None:
         size = len(template.encode(errors="surrogatepass"))
         if size > MOST_TEMPLATE:
             raise TemplateFailed(f"the chat template has {size} bytes; the limit is {MOST_TEMPLATE}")
         self.template = template
-        self._now = datetime.now().isoformat()
+        self._now = (now or datetime.now()).isoformat()
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0

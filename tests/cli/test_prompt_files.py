@@ -24,10 +24,11 @@ from refusals import unrefused
 from tables import table
 from torch import Tensor
 
+from llama import load
 from llama.batch import NonFiniteLogits
 from llama.cli import prompt_files
 from llama.cli.inference import main, read_prompts
-from llama.cli.prompt_files import Journal, Source, answer_all, own_part
+from llama.cli.prompt_files import Journal, Source, answer_all, answer_file, own_part
 from llama.cli.prompt_lines import LONGEST, Question
 from llama.many import Writer
 from llama.tokenizer.chat import check_dialog
@@ -358,6 +359,31 @@ def test_the_command_answers_lines_as_it_answers_prompts(checkpoint: Path, comma
     assert (tmp_path / "z.jsonl.02-of-12").read_bytes() == b""
 
 
+def test_a_resumed_run_prints_the_date_on_which_it_began(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load(checkpoint, device="cpu")
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}: {{ messages[0].content }}"
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+
+    def answer(name: str, today: str, date: str | None = None) -> bytes:
+        monkeypatch.setattr("llama.tokenizer.chat.day_of", lambda _: today)
+        answer_file(
+            Source.of(file, 1, 1), out := tmp_path / name, model, tokenizer, SETTINGS, {"cache_gb": None},
+            rows=1, speculate=None, date=date,
+        )  # fmt: skip
+        return out.read_bytes()
+
+    whole, journal = answer("y", "2026-11-27"), tmp_path / "y.journal"
+    journal.write_bytes(journal.read_bytes().partition(b"\n")[0] + b"\n")  # as if it was killed
+    assert answer("y", "2026-12-06") == whole
+    assert answer("part", "2026-12-06", date="2026-11-27") == whole
+    assert answer("other", "2026-12-06") != whole
+    with pytest.raises(ValueError, match="begun with day='2026-12-06', not '2026-11-27'"):
+        answer("other", "2026-12-06", date="2026-11-27")
+
+
 @table(
     "flags, said",
     [
@@ -366,6 +392,7 @@ def test_the_command_answers_lines_as_it_answers_prompts(checkpoint: Path, comma
         ("--out y --kv_caching=False", "--kv_caching=False cannot be used with"),
         ("--out y --rows 0", "--rows=0 must be above 0"),
         ("--out y --cache_gb nan", "--cache_gb=nan must be above 0"),
+        ("--out y --date 27.11.2026", "--date='27.11.2026' is no date; write it as YYYY-MM-DD"),
         ("--out y --part 0/3", "part 0/3 must be i/n"),
         ("--out .", "."),
         ("--out x.jsonl", "--out x.jsonl is the file of the prompts; choose another one"),

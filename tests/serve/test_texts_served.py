@@ -336,12 +336,22 @@ def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_b
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, made = tiny_model().requires_grad_(False), []
-    assert fingerprint_of(model, Letters(), "static") is None
+    assert fingerprint_of(model, Letters(), "static", None) is None
     vars(model)["_exact"] = model.exact = True
-    for kind, weight, code in (("static", 1, "a"), ("paged", 1, "a"), ("static", 1.001, "a"), ("static", 1, "b")) * 2:
+    base = ("static", 1, "a", None)
+    for kind, weight, code, day in (
+        *(
+            base,
+            ("paged", *base[1:]),
+            ("static", 1.001, "a", None),
+            ("static", 1, "b", None),
+            (*base[:3], "2026-11-27"),
+        ),
+        base,
+    ):
         monkeypatch.setattr("llama.sessions.origin.code_digest", lambda code=code: code)
         model.norm.weight[0] = weight
-        made.append(fingerprint_of(model, Letters(), kind))
-    assert len(set(made)) == 4
-    assert made[:4] == made[4:]
+        made.append(fingerprint_of(model, Letters(), kind, day))
+    assert len(set(made)) == 5
+    assert made[0] == made[5]
     assert re.fullmatch("fp_[0-9a-f]{32}", str(made[0]))
