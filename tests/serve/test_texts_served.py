@@ -338,17 +338,9 @@ def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_b
     model, made = tiny_model().requires_grad_(False), []
     assert fingerprint_of(model, Letters(), "static", None) is None
     vars(model)["_exact"] = model.exact = True
-    base = ("static", 1, "a", None)
-    for kind, weight, code, day in (
-        *(
-            base,
-            ("paged", *base[1:]),
-            ("static", 1.001, "a", None),
-            ("static", 1, "b", None),
-            (*base[:3], "2026-11-27"),
-        ),
-        base,
-    ):
+    base, other_kind, other_weight = ("static", 1, "a", None), ("paged", 1, "a", None), ("static", 1.001, "a", None)
+    other_code, other_day = ("static", 1, "b", None), ("static", 1, "a", "2026-11-27")
+    for kind, weight, code, day in (base, other_kind, other_weight, other_code, other_day, base):
         monkeypatch.setattr("llama.sessions.origin.code_digest", lambda code=code: code)
         model.norm.weight[0] = weight
         made.append(fingerprint_of(model, Letters(), kind, day))
