@@ -13,6 +13,7 @@ from fakes import write_checkpoint
 from hypothesis import find, settings
 from hypothesis.strategies import none
 from seconds import Seconds
+from tqdm import tqdm
 
 from llama.checkpoint.demo import demo_model_path, meta_tokenizer_path
 from llama.tokenizer import Tokenizer
@@ -75,6 +76,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_bars() -> None:
+    """Forget the bars that earlier tests left open: they would move those of this test down a line."""
+    tqdm._instances.clear()
 
 
 @pytest.fixture(scope="session")
