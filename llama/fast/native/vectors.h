@@ -429,15 +429,27 @@ INLINE floats sums_of(floats v[LANES]) {
 #endif
 }
 
+// Memory to prefetch, so many bytes further with every vector that is multiplied. A burst of prefetches would wait for
+// memory, and all loads behind it.
+struct Ahead {
+    const char* at;
+    Int step;
+    INLINE void next() { __builtin_prefetch(at, 0, 2), at += step; }
+};
+struct Nothing {
+    INLINE void next() {}
+};
+
 // to[k * k_step + s * s_step] = kept[k] . streamed[s], for KEPT and STREAMED of them. The kept ones, and the sums, stay
 // in registers while the others are loaded.
-template <int KEPT, int STREAMED, class T>
+template <int KEPT, int STREAMED, class Asked, class T>
 INLINE void dots(const T* kept, Int k_stride, const T* streamed, Int s_stride, Int length, float* to, Int k_step,
-                 Int s_step) {
+                 Int s_step, Asked ahead) {
     constexpr int SUMS = (KEPT * STREAMED + LANES - 1) / LANES * LANES;
     floats sums[SUMS] = {};
     for (Int i = 0; i < length; i += VECTOR / sizeof(T)) {
         decltype(take(kept)) some[KEPT];
+        ahead.next();
         UNROLL for (int k = 0; k < KEPT; k++) some[k] = held(take(kept + k * k_stride + i));
         UNROLL for (int s = 0; s < STREAMED; s++) {
             const auto one = KEPT > 1 ? held(take(streamed + s * s_stride + i)) : take(streamed + s * s_stride + i);
@@ -481,30 +493,28 @@ constexpr int most_rows() {
     return VECTOR == 32 && sizeof(T) == sizeof(float) ? 6 : TOGETHER;
 }
 
-// Prefetch the share of so many bytes that rows `r` to `end` of `rows` have.
-INLINE void ask_for_part(const char* from, Int bytes, Int r, Int end, Int rows) {
-    for (Int at = bytes * r / rows; at < bytes * end / rows; at += 64) __builtin_prefetch(from + at, 0, 2);
-}
-
-// to[r][c] = x[r] . w[c], for any number of rows and columns. The `next` columns, if any, are prefetched: else the
-// first rows would wait for memory, which would then idle during the others.
+// to[r][c] = x[r] . w[c], for any number of rows and columns. The `next` columns, if any, are prefetched, a share by
+// each group of rows: else the first rows would wait for memory, which would then idle during the others.
 template <class T>
 void all_dots(const T* x, Int x_stride, Int rows, const T* w, Int w_stride, Int columns, Int length, float* to,
               Int to_stride, const T* next = nullptr) {
     by_rows<most_rows<T>()>(rows, [&](auto rows_at_a_time, Int r) {
         constexpr int ROWS = decltype(rows_at_a_time)::value, COLUMNS = ROWS > TOGETHER ? 2 : SUMS_AT_ONCE / ROWS;
         const T* from = x + r * x_stride;
+        const Int bytes = COLUMNS * w_stride * sizeof(T), begin = bytes * r / rows, end = bytes * (r + ROWS) / rows;
+        const Int vectors = length * sizeof(T) / VECTOR, step = (end - begin + vectors - 1) / vectors;
         for (Int c = 0; c < columns; c += COLUMNS)
             if (columns >= COLUMNS) {
                 c = std::min<Int>(c, columns - COLUMNS);  // the last columns may be computed twice
                 const T* column = w + c * w_stride;
                 float* out = to + r * to_stride + c;
-                if (next)
-                    ask_for_part((const char*)(next + c * w_stride), COLUMNS * w_stride * sizeof(T), r, r + ROWS, rows);
-                if constexpr (ROWS < COLUMNS)
-                    dots<ROWS, COLUMNS>(from, x_stride, column, w_stride, length, out, to_stride, 1);
-                else
-                    dots<COLUMNS, ROWS>(column, w_stride, from, x_stride, length, out, 1, to_stride);
+                auto some = [&](auto ahead) {
+                    if constexpr (ROWS < COLUMNS)
+                        dots<ROWS, COLUMNS>(from, x_stride, column, w_stride, length, out, to_stride, 1, ahead);
+                    else
+                        dots<COLUMNS, ROWS>(column, w_stride, from, x_stride, length, out, 1, to_stride, ahead);
+                };
+                next ? some(Ahead{(const char*)(next + c * w_stride) + begin, step}) : some(Nothing());
             } else {
                 for (Int j = c; j < columns; j++)
                     for (int i = 0; i < ROWS; i++)
