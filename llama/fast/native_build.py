@@ -90,7 +90,7 @@ def _locked(library: Path) -> Iterator[None]:
         before = os.fstat(file.fileno()).st_mtime_ns
         with suppress(OSError):  # a file system without locks
             lock_file(file, wait=True)
-            for left in library.parent.glob(f"{library.stem}.*.scratch") if os.name == "posix" else ():
+            for left in library.parent.glob(f"{_scratch(library)}*.scratch") if os.name == "posix" else ():
                 shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
         if os.fstat(file.fileno()).st_mtime_ns != before:  # only a failure writes
             file.seek(0)
@@ -101,6 +101,11 @@ def _locked(library: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(str(why).encode(errors="replace"))
             raise
+
+
+def _scratch(library: Path) -> str:
+    """Return how folders of compilations on this machine begin: a lock of a shared folder may not bind other ones."""
+    return f"{library.stem}.{platform.node()}."
 
 
 def _stored(library: Path, digest: Path) -> ctypes.CDLL | None:
@@ -171,7 +176,7 @@ def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) 
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
     logger.info("compiling %s with %s, once: up to half a minute", source.name, compiler)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.", suffix=".scratch") as scratch:
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_scratch(library), suffix=".scratch") as scratch:
         made = Path(scratch) / library.name
         flags = [*FLAGS, *defines]
         done = _run(compiler, flags, source, made)

@@ -5,6 +5,7 @@ A source of one line replaces the native code, because it compiles fast.
 
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 from contextlib import suppress
@@ -92,6 +93,15 @@ def test_of_processes_that_need_a_library_at_once_one_compiles_it(
             child.kill()
         for compiler in calls.read_text().split()[: ends == "killed"] if calls.exists() else []:
             os.kill(int(compiler), 9)  # it sleeps
+
+
+def test_files_of_a_compilation_on_another_machine_stay(tmp_path: Path) -> None:
+    """Locks of a shared folder may be those of one machine each, as with NFS's local_lock and Lustre's localflock."""
+    here, there = (tmp_path / f"tiny-0.{machine}.x.scratch" for machine in (platform.node(), "another"))
+    for folder in (here, there):
+        folder.mkdir()
+    with native_build._locked(tmp_path / "tiny-0.so"):
+        assert (here.exists(), there.exists()) == (False, True)
 
 
 def test_a_process_that_waited_for_a_failure_raises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
