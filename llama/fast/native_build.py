@@ -84,7 +84,7 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
 def _locked(library: Path) -> Iterator[None]:
     """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored.
 
-    Raises NoNativeCode if the other process raised it meanwhile, so that a crowd waits for one failure, not for many.
+    Raises NoNativeCode if the other process raised it meanwhile, so that many processes wait for one failure.
     """
     with open(library.with_suffix(".lock"), "a+b") as file:  # never deleted: others may wait for it
         before = os.fstat(file.fileno()).st_mtime_ns
@@ -98,8 +98,9 @@ def _locked(library: Path) -> Iterator[None]:
         try:
             yield
         except NoNativeCode as why:
-            file.truncate(0)
-            file.write(str(why).encode(errors="replace"))
+            if find_compiler():  # without one, others may still have one
+                file.truncate(0)
+                file.write(str(why).encode(errors="replace"))
             raise
 
 

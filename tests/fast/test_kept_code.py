@@ -119,6 +119,13 @@ def test_a_process_that_waited_for_a_failure_raises_it(tmp_path: Path, monkeypat
     native_build._locked(library).__enter__()  # a later one tries again
 
 
+def test_that_a_process_has_no_compiler_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "find_compiler", lambda: None)
+    with suppress(native_build.NoNativeCode), native_build._locked(tmp_path / "tiny-0.so"):
+        raise native_build.NoNativeCode("there is no C++ compiler")
+    assert (tmp_path / "tiny-0.lock").read_bytes() == b""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the bytes are those of ELF")
 @pytest.mark.parametrize("damage", ["cut", "digest", "machine", "link", "writable", "pipe"])
 def test_a_damaged_library_is_compiled_again_with_a_warning(damage: str, source: Path, tmp_path: Path) -> None:
