@@ -1,6 +1,6 @@
-"""Checks that this Python has what the library needs: the two scripts are also run by a Python without it.
+"""Checks that this Python has what the library needs: the scripts of a clone are also run by other Pythons.
 
-Runs on Python 3.9, too, before anything else of the library is imported.
+Runs on Python 3.9, too: it is imported before modules that need a newer one.
 """
 
 import os
@@ -27,6 +27,6 @@ def check_packages() -> None:
         return
     python = os.path.join(".venv", "Scripts" if os.name == "nt" else "bin", "python")
     sys.exit(
-        f"error: {sys.executable} (Python {version}) {fault}; install the library into .venv by the first line of "
-        f"README.md, and run {python} instead of python"
+        f"error: {sys.executable} (Python {version}) {fault}; install the library as README.md or an exercise's "
+        f"TASK.md says, and run its Python, such as {python}"
     )

@@ -28,7 +28,7 @@ def test_a_python_without_the_packages_gets_one_line(words: list[str]) -> None:
     assert (bare.returncode, bare.stdout, len(bare.stderr.splitlines())) == (1, "", 1)
     assert f"error: {sys.executable} (Python 3." in bare.stderr
     assert "lacks torch, tiktoken, " in bare.stderr
-    assert "into .venv by the first line of README.md" in bare.stderr
+    assert "as README.md or an exercise's TASK.md says" in bare.stderr
 
 
 def test_an_old_python_is_refused_and_this_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
