@@ -8,9 +8,13 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+from llama.host.packages import check_packages
+
+if __name__ == "__main__":
+    check_packages(())  # the version alone: the list of commands needs no package
+
 from llama import cli
 from llama.host import console
-from llama.host.packages import check_packages
 from llama.host.version import __version__
 
 HELP = """\

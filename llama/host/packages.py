@@ -15,10 +15,10 @@ NEEDED = (
 )
 
 
-def check_packages() -> None:
-    """Exit with 1 and a message if this Python is older than 3.11 or lacks a package that the library needs."""
+def check_packages(needed: tuple[str, ...] = NEEDED) -> None:
+    """Exit with 1 and a message if this Python is older than 3.11 or lacks one of the needed packages."""
     version = ".".join(map(str, sys.version_info[:3]))
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in needed if find_spec(name) is None]
     if sys.version_info < OLDEST:
         fault = "is older than Python 3.11, which the library needs"
     elif missing:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -36,3 +37,6 @@ def test_an_old_python_is_refused_and_this_one_is_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     with pytest.raises(SystemExit, match=r"\(Python 3\.10\.4\) is older than Python 3\.11"):
         packages.check_packages()
+    monkeypatch.setattr(sys, "argv", ["llama", "--help"])  # which needs no package
+    with pytest.raises(SystemExit, match="is older than"):
+        runpy.run_module("llama", run_name="__main__")  # before imports that fail
