@@ -71,6 +71,7 @@ def test_the_digest_of_the_code_changes_with_each_name_and_content(
 ) -> None:
     monkeypatch.setattr("llama.host.version._PACKAGE", tmp_path)
     (tmp_path / "sub").mkdir()
+    (tmp_path / "c.py").mkdir()  # no file, as the link of an editor's lock
     without = code_digest()  # as beside .pyc files alone
     made = []
     for name, code in (("a.py", "1"), ("a.py", "2"), ("b.py", "1"), ("sub/a.py", "1"), ("a.pyc", "1"), ("a.py", "1")):

@@ -14,7 +14,7 @@ def code_digest() -> str:
     Without the files, for example beside .pyc files alone, it is a constant. Native code has its own digest.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_PACKAGE.rglob("*.py")):
+    for path in sorted(filter(Path.is_file, _PACKAGE.rglob("*.py"))):  # Emacs's links .#NAME.py lead nowhere
         content = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()!r} {len(content)}\n".encode() + content)
     return digest.hexdigest()
