@@ -57,7 +57,8 @@ def main(*results: str, allow: float = 5.0, other_setup: bool = False, json: str
     console.put(f"{markdown(comparison_table(title, found, allow))}\nA: {results[0]}\nB: {results[1]}\n{counted}")
     if all(one.interval is None for one in found):
         console.say(
-            f"warning: no figure has {LEAST_SAMPLES} samples on both sides, so none is judged; repeat more often"
+            f"warning: no figure has {LEAST_SAMPLES} samples on both sides that can be compared, so none is judged; "
+            "repeat more often"
         )
     return int(WORSE in verdicts)
 
