@@ -55,8 +55,8 @@ def text_origin(model: Switches, tokenizer: TextCodec, day: str | None) -> dict[
         "weights": weights_digest(model),
         "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
         "day": day,
-        "torch": torch.__version__,
         "llama_kv": f"{__version__} code {code_digest()}",
+        "torch": torch.__version__,
     }
 
 
