@@ -92,9 +92,10 @@ def _locked(library: Path) -> Iterator[None]:
             lock_file(file, wait=True)
             for left in library.parent.glob(f"{_scratch(library)}*.scratch") if os.name == "posix" else ():
                 shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
-        if os.fstat(file.fileno()).st_mtime_ns != before:  # only a failure writes
-            file.seek(0)
-            raise NoNativeCode(file.read().decode(errors="replace"))
+        file.seek(0)
+        failed = os.fstat(file.fileno()).st_mtime_ns != before  # only a failure writes
+        if failed and not library.exists() and (why := file.read()):  # nothing is written on a full disk
+            raise NoNativeCode(why.decode(errors="replace"))
         try:
             yield
         except NoNativeCode as why:
