@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -368,7 +369,8 @@ def test_a_resumed_run_prints_the_date_on_which_it_began(
     file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
 
     def answer(name: str, today: str, date: str | None = None) -> bytes:
-        monkeypatch.setattr("llama.tokenizer.chat.day_of", lambda _: today)
+        now = staticmethod(lambda: datetime.fromisoformat(today))
+        monkeypatch.setattr("llama.tokenizer.chat.datetime", type("Clock", (datetime,), {"now": now}))
         answer_file(
             Source.of(file, 1, 1), out := tmp_path / name, model, tokenizer, SETTINGS, {"cache_gb": None},
             rows=1, speculate=None, date=date,

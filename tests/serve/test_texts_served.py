@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     assert [part["usage"] for part in parts] == [None] * 5  # clients may add the usage of all chunks
     del streamed["stream_options"]
     assert served.ask("/v1/chat/completions", streamed).events[-1]["usage"] == whole["usage"]
+
+
+def test_a_chat_template_prints_the_day_on_which_the_server_began() -> None:
+    class Dated(Letters):
+        chat_template, eos_id, pad_id = "{{ strftime_now('%Y-%m-%d') }}", 3, None  # type: ignore[assignment]
+
+    engine: Any = SimpleNamespace(tokenizer=Dated(), day="2000-01-02")
+    app = App(engine, served="demo", key=None, hosts=[], places=1, time_limit=1.0)
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
+    assert app._encoded(read(body, chat=True, served="demo")) == [[*b"2000-01-02"]]
 
 
 def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_text() -> None:
