@@ -16,7 +16,7 @@ NEEDED = (
 
 
 def check_packages(needed: tuple[str, ...] = NEEDED) -> None:
-    """Exit with 1 and a message if this Python is older than 3.11 or lacks one of the needed packages."""
+    """Exit with 2 and a message if this Python is older than 3.11 or lacks one of the needed packages."""
     version = ".".join(map(str, sys.version_info[:3]))
     missing = [name for name in needed if find_spec(name) is None]
     if sys.version_info < OLDEST:
@@ -26,7 +26,9 @@ def check_packages(needed: tuple[str, ...] = NEEDED) -> None:
     else:
         return
     python = os.path.join(".venv", "Scripts" if os.name == "nt" else "bin", "python")
-    sys.exit(
+    print(
         f"error: {sys.executable} (Python {version}) {fault}; install the library as README.md or an exercise's "
-        f"TASK.md says, and run its Python, such as {python}"
+        f"TASK.md says, and run its Python, such as {python}",
+        file=sys.stderr,
     )
+    sys.exit(2)
