@@ -45,10 +45,11 @@ class Figure(NamedTuple):
             return f"only in {'A' if self.a else 'B'}"
         if self.interval is None:
             return NOT_JUDGED
-        (low, high), equal = self.interval, 1 if self.minus_a is None else 0
+        more_is_better = self.minus_a is not None
+        (low, high), equal = self.interval, 0 if more_is_better else 1
         if low <= equal <= high:
             return SAME
-        if (low > equal) == (equal == 0):  # of a score, more is better
+        if (low > equal) == more_is_better:
             return BETTER
         return WORSE if self.ratio is None or abs(self.ratio - 1) > allow / 100 else ALLOWED
 

@@ -97,11 +97,8 @@ NEUTRAL: Mapping[str, _Rule] = {
     **dict.fromkeys(("echo", "store"), one_of(False)),
     **{"logit_bias": one_of({}), "tools": one_of([]), "tool_choice": one_of("none", "auto")},
     **{"parallel_tool_calls": one_of(True, False), "best_of": one_of(1), "suffix": one_of("")},
-    **{
-        "response_format": one_of({"type": "text"}),
-        "modalities": one_of(["text"]),
-        "service_tier": one_of("auto", "default"),
-    },
+    **{"response_format": one_of({"type": "text"}), "modalities": one_of(["text"])},
+    "service_tier": one_of("auto", "default"),
 }
 _FLAG = _Rule(lambda value: isinstance(value, bool), "true or false")
 _COUNT = _Rule(lambda value: type(value) is int and value > 0, "a whole number of at least 1")
