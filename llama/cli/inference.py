@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout, suppress
 from datetime import date as a_date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,10 +212,10 @@ def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any
         if of_lines[name] is not None and not 0 < of_lines[name] < math.inf:
             raise ValueError(f"{name}={of_lines[name]} must be above 0, and finite")
     if (day := of_lines["--date"]) is not None:
-        try:
-            a_date.fromisoformat(day)
-        except ValueError:
-            raise ValueError(f"--date={day!r:.40} is no date; write it as YYYY-MM-DD") from None
+        with suppress(ValueError):
+            if str(a_date.fromisoformat(day)) == day:
+                return
+        raise ValueError(f"--date={day!r:.40} is no date; write it as YYYY-MM-DD")
 
 
 def check_outputs(conversation: bool, *, stream: bool, trace: bool, watch: str | None, fast: bool) -> None:

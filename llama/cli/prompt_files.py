@@ -13,6 +13,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from datetime import date as a_date
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -168,7 +169,8 @@ def day_begun(journal: Path) -> str | None:
     """Return the day that the chat template of a journal's run prints; None if it prints none, or without a journal."""
     with suppress(OSError, ValueError), open_regular(journal) as file:
         head = json.loads(file.readline())
-        return head.get("day") if isinstance(head, dict) else None
+        day = head.get("day") if isinstance(head, dict) else None
+        return str(a_date.fromisoformat(day)) if isinstance(day, str) else None
     return None
 
 

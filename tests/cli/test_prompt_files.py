@@ -395,6 +395,7 @@ def test_a_resumed_run_prints_the_date_on_which_it_began(
         ("--out y --rows 0", "--rows=0 must be above 0"),
         ("--out y --cache_gb nan", "--cache_gb=nan must be above 0"),
         ("--out y --date 27.11.2026", "--date='27.11.2026' is no date; write it as YYYY-MM-DD"),
+        ("--out y --date 20261127", "--date='20261127' is no date"),
         ("--out y --part 0/3", "part 0/3 must be i/n"),
         ("--out .", "."),
         ("--out x.jsonl", "--out x.jsonl is the file of the prompts; choose another one"),

@@ -37,7 +37,7 @@ def test_openai_s_client_completes_chats_streams_and_reads_errors() -> None:
         assert "".join(chunk.choices[0].text for chunk in stream) == made.choices[0].text
         dialog = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
         ours: dict[str, Any] = {"extra_body": {"top_k": 5, "kv_caching": False}, **how}
-        chat = client.chat.completions.create(messages=dialog, service_tier="default", logprobs=True, **ours)
+        chat = client.chat.completions.create(messages=dialog, logprobs=True, **ours)
         logprobs = chat.choices[0].logprobs.content
         assert bytes(byte for one in logprobs for byte in one.bytes).decode() == chat.choices[0].message.content
         longer = [*dialog, chat.choices[0].message, *dialog]  # what its documentation appends
