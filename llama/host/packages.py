@@ -26,9 +26,8 @@ def check_packages(needed: tuple[str, ...] = NEEDED) -> None:
     else:
         return
     python = os.path.join(".venv", "Scripts" if os.name == "nt" else "bin", "python")
-    print(
+    sys.stderr.write(
         f"error: {sys.executable} (Python {version}) {fault}; install the library as README.md or an exercise's "
-        f"TASK.md says, and run its Python, such as {python}",
-        file=sys.stderr,
+        f"TASK.md says, and run its Python, such as {python}\n"
     )
     sys.exit(2)

@@ -13,6 +13,7 @@ import pytest
 from llama.host import packages
 
 ROOT = Path(__file__).resolve().parents[2]
+MAIN = str(ROOT / "llama" / "__main__.py")
 
 
 def test_the_needed_packages_are_the_dependencies() -> None:
@@ -38,7 +39,7 @@ def test_an_old_python_is_refused_and_this_one_is_not(
     packages.check_packages()
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     monkeypatch.setattr(sys, "argv", ["llama", "--help"])  # which needs no package
-    for refused in (packages.check_packages, lambda: runpy.run_module("llama", run_name="__main__")):
+    for refused in (packages.check_packages, lambda: runpy.run_path(MAIN, run_name="__main__")):
         with pytest.raises(SystemExit, match="2"):
             refused()
         assert "(Python 3.10.4) is older than Python 3.11" in capsys.readouterr().err
