@@ -211,6 +211,16 @@ def test_a_task_that_dies_leaves_the_others_of_its_cell(monkeypatch: pytest.Monk
     assert [row["task"] for row in rows_of(report, "task")] == ["machine", "fwe", "cwe"]
 
 
+def test_a_model_that_no_job_can_open_refuses_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("it is malformed")
+
+    monkeypatch.setattr(sweep, "run_job", refuse)
+    jobs = [Job(task, task, Cell(), 0, 0.0) for task in ("fwe", "vt")]
+    with pytest.raises(ValueError, match="it is malformed"):
+        sweep._measure_kind(Cell(), {}, jobs, "", lambda: None)
+
+
 def test_a_cell_during_which_the_code_changes_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
