@@ -95,14 +95,15 @@ class Batch:
     """The rows of one generation.
 
     rows: the rows in the batch, in the order of the cache's. Those that have ended leave it before the next step.
-    prefix_len: how many tokens of every row are cached before the first call.
+    prefix_len: how many tokens of every row are cached before the next call of prompts.
+    prompt_ends: whether the prompts end a text's first prompt. Behind a prefix they do not: it has ended its own.
     maybe_changed: True if code of the caller may have run since the last step.
     fed: the number of tokens that the model was fed.
     proposed, accepted: how many of them were guesses, and how many of these were right.
     """
 
-    def __init__(self, request: Request, vocab_size: int, *, prefix_len: int = 0) -> None:
-        self.request, self.prefix_len = request, prefix_len
+    def __init__(self, request: Request, vocab_size: int, *, prefix_len: int = 0, prompt_ends: bool = True) -> None:
+        self.request, self.prefix_len, self.prompt_ends = request, prefix_len, prompt_ends
         streams, penalty = row_streams(request.seed, len(request.prompts)), request.sampling.repetition_penalty != 1
         self.rows = [
             Row(

@@ -66,7 +66,7 @@ class PlainStepper:
         batch, request = self.batch, self.batch.request
         scored = request.echo and request.logprobs  # the only case that needs the logits of all positions
         prev_pos = [self._share_prefix()] * len(batch.rows)
-        rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.prefix_len == 0)
+        rows = Rows.at(prev_pos, list(map(sub, batch.cur_pos, prev_pos)), prompt_ends=batch.prompt_ends)
         logits = self._feed(batch.tokens(prev_pos, self.device), rows, "all" if scored else "last")
         if not scored:
             self.logits = logits[:, -1]
@@ -373,7 +373,8 @@ def _batch(
     cache = prefix.cache_copy(kv_caching=request.kv_caching)
     if cache is not None:
         check_speculation(request.speculate, cache, model.ranks.size)
-    return Batch(request, model.args.vocab_size, prefix_len=0 if cache is None else len(prefix.tokens)), cache
+    prefix_len = 0 if cache is None else len(prefix.tokens)
+    return Batch(request, model.args.vocab_size, prefix_len=prefix_len, prompt_ends=False), cache
 
 
 def _stream(

@@ -278,6 +278,7 @@ class Session:
         model = self.model.with_kv_caching(batch.request.kv_caching)
         known, guessed = self._is_known(model), 0 if batch.request.speculate is None else MOST
         batch.prefix_len = 0 if known else self._begin(len(self.tokens))
+        batch.prompt_ends = batch.prefix_len == 0
         stepper = make_stepper(model, batch, self.cache if model.kv_caching else None)
         if known:
             stepper.logits = self._logits

@@ -48,7 +48,7 @@ class Cache:
 
     kind: the name that the cache was made by.
     bound: the most positions that it stores; None if there is no limit.
-    whole_prompt: whether its contents depend on how a prompt is cut into calls.
+    whole_prompt: whether a prompt must be fed in one call, see `KVCache`.
     source: the source of its keys and values; None before the first call.
     failed_at: the first position that a change which did not end, such as a failed call, may have written; or None.
     """

@@ -62,7 +62,8 @@ class KVCache:
         preallocates: the first update allocates memory for all that `reserve` was called with.
         shares_memory: copies may share memory with the original, so their calls run one at a time.
         bound: the most positions that it stores; None if there is no limit.
-        whole_prompt: what is stored depends on how a prompt is cut into calls.
+        whole_prompt: a prompt must be fed in one call, because its cut into calls changes what is stored, or because
+            more than `text_bytes` would be stored before its end.
         keeps_past: an `update` that stopped anywhere has left the positions before its starts as they were.
         form, default: what PARAMS looks like, and its value if it is left out; for `llama-kv kinds`.
         native: the number of what this class stores in llama/fast/native/call.h, not for subclasses; 0: it has none.

@@ -90,7 +90,6 @@ class SnapKVCache(ScoredCache, kind="snapkv"):
     a larger budget (https://github.com/FasterDecoding/SnapKV). Source: Li et al., https://arxiv.org/abs/2404.14469.
     """
 
-    whole_prompt = True  # a last call with fewer queries than the window has a shorter one
     window: ClassVar[int] = 64
     kernel: ClassVar[int] = 5
 
@@ -231,7 +230,6 @@ class CompactorCache(ScoredCache, kind="compactor"):
     last 4 stay, or half of a budget below 24. Source: Chari and Van Durme, Compactor, https://arxiv.org/abs/2507.08143.
     """
 
-    whole_prompt = True
     block: ClassVar[int] = 256
 
     def score(self, attended: Attended) -> Tensor:
@@ -271,7 +269,6 @@ class ExpectedAttentionCache(ScoredCache, kind="expected-attention"):
     4 tokens stay, or fewer: half of a budget below 8. Source: Devoto et al., Expected Attention, https://arxiv.org/abs/2510.00636.
     """
 
-    whole_prompt = True
     future: ClassVar[int] = 512
 
     def score(self, attended: Attended) -> Tensor:
@@ -310,7 +307,6 @@ class TovaCache(ScoredCache, kind="tova"):
     """
 
     every_step = True
-    whole_prompt = True
 
     def score(self, attended: Attended) -> Tensor:
         scores = attended.attention(1)[:, 0].mean(0).repeat(attended.keys.shape[2], 1)
@@ -326,7 +322,6 @@ class H2OCache(ScoredCache, kind="h2o"):
 
     every_step = True
     adds_up = True
-    whole_prompt = True
 
     def score(self, attended: Attended) -> Tensor:
         return by_kv_head(attended.received(), attended)
@@ -345,7 +340,6 @@ class DuoAttentionCache(ScoredCache, kind="duo-attention"):
     """
 
     form = "SHARE or FILE.json"
-    whole_prompt = True
     recent: ClassVar[int] = 256
     most_bytes: ClassVar[int] = 1 << 16  # of a file: it is read once for each layer
 

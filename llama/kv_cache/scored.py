@@ -47,6 +47,7 @@ class ScoredCache(CountingCache):
     """
 
     lossless = False
+    whole_prompt = True  # fed in pieces, all of it would be stored in every layer until it ends
     native = 4  # also of subclasses that change no storage, see `served_as` in llama/fast/native_caches.py
     form = "SHARE or COUNT"
     default = "0.5"

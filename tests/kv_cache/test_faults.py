@@ -109,6 +109,7 @@ broken(
     "CompressesEveryCall",
     testing.a_prompt_in_chunks_stores_the_same,
     KnormCache,
+    whole_prompt=False,
     observe=lambda self, attended: observes(prompt_ends=attended.rows.width > 1)(self, attended),
 )
 broken(
@@ -131,12 +132,22 @@ broken(
     KnormCache,
     score=lambda self, attended: torch.rand(attended.keys.shape[2], attended.keys.shape[1]),
 )
-broken(  # the queries of the last 50 tokens decide, which are more than those of the last call
-    "ReadsTheLastCall",
-    testing.a_prompt_in_chunks_stores_the_same,
-    SnapKVCache,
-    whole_prompt=False,
-    configure=lambda self, params: SnapKVCache.configure(self, "60"),
+for keeps in ("60", "20"):  # the queries of the last 50 or 10 tokens decide, which may be more than those of a call
+    broken(
+        f"ReadsTheLast{keeps}",
+        testing.a_prompt_in_chunks_stores_the_same,
+        SnapKVCache,
+        whole_prompt=False,
+        configure=lambda self, params, keeps=keeps: SnapKVCache.configure(self, keeps),
+        text_bytes=lambda self, **of: 1 << 40,
+    )
+broken("StoresAllUntilThePromptEnds", testing.a_prompt_in_chunks_stores_the_same, KnormCache, whole_prompt=False)
+broken(
+    "ChoosesByWhatScoreStored",
+    testing.what_is_kept_follows_from_scores_and_budget,
+    KnormCache,
+    score=lambda self, attended: setattr(self, "_seen", KnormCache.score(self, attended)) or self._seen,
+    choose=lambda self, scores, budget: KnormCache.choose(self, self._seen, budget),
 )
 
 
@@ -364,7 +375,7 @@ class BoundsWholePages(QuestCache):
 def test_a_kind_that_breaks_a_promise_is_found_by_its_claim(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of, claim = BREAKS[kind]
     monkeypatch.setitem(KVCache.kinds, kind, of)
-    with torch.inference_mode(), pytest.raises((Broken, RuntimeError, ValueError)):
+    with torch.inference_mode(), pytest.raises((Broken, RuntimeError, ValueError, AttributeError)):
         claim(replace(SIZES, kv_cache=kind))
 
 

@@ -291,18 +291,6 @@ def test_the_positions_of_each_head_reach_a_score_mod() -> None:
     assert given[0][0, 3, 0, :20].tolist() == [*range(100, 120)]
 
 
-@pytest.mark.parametrize("kind", ["knorm", "snapkv", *cases(["adakv", "duo-attention", *ALIKE])])
-def test_a_kind_says_whether_it_depends_on_how_a_prompt_is_cut(kind: str) -> None:
-    model, tokens, whole = prompted(kind, 350)
-    cut = model.new_cache(kind)
-    with torch.inference_mode():
-        for start, end in ((0, 280), (280, 348), (348, 350)):
-            rows = Rows.at([start], [end - start], prompt_ends=end == 350)
-            model(tokens[:, start:end], rows, cache=cut, logits="last")
-    same = all(kept(one) == kept(other) for one, other in zip(whole.layers, cut.layers, strict=True))
-    assert same != whole.whole_prompt
-
-
 # ---- texts that go on ------------------------------------------------------------------------------------------------
 
 
