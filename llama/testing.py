@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llama.args import ModelArgs
-from llama.kv_cache import Cache, KVCache, cache_kind
+from llama.kv_cache import Cache, KVCache, ScoredCache, cache_kind
 from llama.kv_cache.contract import read_by_last
 from llama.model import Transformer
 from llama.rows import Rows
@@ -234,18 +234,35 @@ def a_row_stores_the_same_in_a_batch(args: ModelArgs) -> bool:
 
 
 def a_prompt_in_chunks_stores_the_same(args: ModelArgs) -> bool:
-    """A prompt that is fed in chunks stores what it stores in one call, unless the kind has `whole_prompt`."""
+    """A prompt in chunks stores what it stores in one call, and never more than predicted, without `whole_prompt`."""
+    if empty(args).whole_prompt:
+        return False
     model, tokens = tiny_model(args), some_tokens(args, rows=1)
-    length, applies = tokens.shape[1], False
-    whole, cut = model.new_cache(), model.new_cache()
+    length, whole = tokens.shape[1], model.new_cache()
+    most = whole.text_bytes(prompt=length, end=length, itemsize=8)
     model(tokens, Rows.at([0], [length], prompt_ends=True), cache=whole)
-    for start, end in ((0, 30), (30, 50), (50, length)):
-        model(tokens[:, start:end], Rows.at([start], [end - start], prompt_ends=end == length), cache=cut)
-    for one, other in zip(whole.layers[:1], cut.layers, strict=False):  # deeper layers have read what the kind rounded
-        if not one.whole_prompt:
-            same_reads(one, other, [length], 0, "layer 0: a prompt in one call, and in calls from 0, 30 and 50")
-            applies = True
-    return applies
+    for cuts in ((0, 30, 50), (0, 64), *((0, length - last) for last in (1, 3, 10))):
+        cut, where = model.new_cache(rows=1, length=length), f"a prompt in one call, and in calls from {cuts}"
+        for start, end in itertools.pairwise([*cuts, length]):
+            model(tokens[:, start:end], Rows.at([start], [end - start], prompt_ends=end == length), cache=cut)
+            if cut.nbytes > most:
+                raise Broken(f"{where}: {cut.nbytes} bytes are stored at position {end}, at most {most} predicted")
+        # Deeper layers have read what the kind rounded.
+        same_reads(whole.layers[0], cut.layers[0], [length], 0, f"layer 0: {where}")
+    return True
+
+
+def what_is_kept_follows_from_scores_and_budget(args: ModelArgs) -> bool:
+    """A kind with scores keeps its budget whatever the scores are: `choose` reads nothing that `score` has stored."""
+    model, prompts = tiny_model(args), [75, 40]
+    cache, stream = model.new_cache(), random_stream(0)
+    scored = [layer for layer in cache.layers if isinstance(layer, ScoredCache)]
+    for layer in scored:
+        layer.score = lambda attended: torch.rand(attended.keys.shape[2:0:-1], generator=stream)  # type: ignore[method-assign]
+    feed(model, cache, prompts, prompts)
+    if not all(layer.keeps_its_budget(prompts) for layer in scored):
+        raise Broken(f"prompts of {prompts} tokens with random scores keep another number of keys than `kept_of` says")
+    return bool(scored)
 
 
 def a_token_reads_what_was_given(args: ModelArgs) -> bool:
@@ -357,6 +374,7 @@ CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     the_first_row_may_be_repeated,
     a_row_stores_the_same_in_a_batch,
     a_prompt_in_chunks_stores_the_same,
+    what_is_kept_follows_from_scores_and_budget,
     a_token_reads_what_was_given,
     a_copy_goes_on_by_itself,
     a_state_is_all_that_a_cache_needs,
