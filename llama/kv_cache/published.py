@@ -380,11 +380,14 @@ def by_kv_head(scores: Tensor, attended: Attended) -> Tensor:
 
 
 def leverage_scores(x: Tensor, ridge: float = 0.01) -> Tensor:
-    """Return the statistical leverage of vectors less their mean, (groups, n, width), in their group: (groups, n)."""
+    """Return the statistical leverage of vectors less their mean, (groups, n, width), in their group: (groups, n).
+
+    It is between 0 and 1, and rounded to 9 decimals: two vectors have equal leverage, up to the rounding of `solve`.
+    """
     x = x - x.mean(1, keepdim=True)
     gram = x.mT @ x + ridge * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
     solved: Tensor = torch.linalg.solve(gram, x.mT)
-    return (x * solved.mT).sum(-1)
+    return (x * solved.mT).sum(-1).round(decimals=9)
 
 
 def z_scores(x: Tensor) -> Tensor:

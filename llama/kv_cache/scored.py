@@ -101,10 +101,16 @@ class ScoredCache(CountingCache):
     def choose(self, scores: Tensor, budget: int) -> Tensor:
         """Return the keys to keep, bool as `scores`, (n_kv_heads, kv_len): the `budget` highest ones of each head.
 
-        Of keys with equal scores the newer ones are kept.
+        Of keys whose scores are equal up to rounding the newer ones are kept: what is computed beside a text must not
+        decide. The result must depend on the arguments and on the kind's settings alone.
         """
-        best = scores.flip(1).sort(descending=True, stable=True).indices[:, :budget]
-        return torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True).flip(1)
+        scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best = F.pad(scores.sort(descending=True).values, (1, 0), value=torch.inf)[:, : budget + 1]
+        lowest, eps = best[:, -1:], torch.finfo(torch.promote_types(scores.dtype, torch.float32)).eps
+        apart = (4 * eps * lowest.abs()).nan_to_num(posinf=0)
+        higher, equal = scores > lowest + apart, scores >= lowest - apart
+        newer = (equal & ~higher).flip(1).cumsum(1).flip(1) <= budget - higher.sum(1, keepdim=True)
+        return higher | (equal & newer)
 
     def kept_of(self, prompt: int, end: int) -> int:
         """Return the number of keys that this layer keeps of a row with this prompt and this end."""

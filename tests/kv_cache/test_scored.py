@@ -822,3 +822,27 @@ def test_streaming_llm_is_another_name_of_window() -> None:
     for kind in ("streaming-llm:16+2", "streaming-llm:16+2@0;static", "static@0;streaming-llm:16+2"):
         cache = tiny_model(max_seq_len=64).new_cache(kind)
         assert {"window:16+2", "static"} >= {layer.args.kv_cache for layer in cache.layers} != {"static"}
+
+
+# ---- ties ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_scores_that_are_equal_up_to_rounding_the_newer_keys_are_kept() -> None:
+    cache = KVCache.of(tiny_args(kv_cache="knorm"))
+    assert isinstance(cache, ScoredCache)
+    inf, noise = torch.inf, 1 + 2**-52
+    for scores, budget, expected in (
+        ([1.0, 1.0, 1.0], 2, [1, 2]),
+        ([noise, 1.0, 1.0], 2, [1, 2]),
+        ([3.0, noise, 1.0, 0.5], 2, [0, 2]),
+        ([1.0001, 1.0, 1.0], 1, [0]),
+        ([-noise, -1.0, inf, inf], 3, [1, 2, 3]),
+        ([inf, inf, inf, 1.0], 2, [1, 2]),
+        ([-inf, 2.0, -inf], 2, [1, 2]),
+        ([torch.nan, 2.0, 1.0], 2, [0, 1]),
+        ([2.0, 1.0], 0, []),
+        ([2.0, 1.0], 5, [0, 1]),
+    ):
+        for dtype in (torch.float64, torch.float32):
+            kept = cache.choose(torch.tensor([scores], dtype=dtype), budget)
+            assert kept[0].nonzero().flatten().tolist() == expected, (scores, budget, dtype)
