@@ -158,8 +158,10 @@ class Texts:
 
         maybe_changed: False if the model is certainly the one of the last step: comparing it takes some milliseconds.
         """
-        if self._running is not None and (maybe_changed or self._on_step is not None):
-            self._running.batch.maybe_changed = True
+        if maybe_changed or self._on_step is not None:
+            self._caches.maybe_changed = True
+            if self._running is not None:
+                self._running.batch.maybe_changed = True
         with torch.inference_mode():
             events = self._decoded()
             _free_frames(events)

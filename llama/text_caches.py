@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from llama.batch import Row
-from llama.generation import PlainStepper
+from llama.generation import PlainStepper, state_of
 from llama.kv_cache import Cache, PagedCache, ScoredCache
 from llama.kv_cache.paged import BLOCK
 from llama.request import Request
@@ -65,6 +65,9 @@ class TextCaches:
         self._most = Sizes()
         self._keeps_parts = any(isinstance(layer, ScoredCache) for layer in self.root.layers)
         self._kept: list[Kept] = []  # the least recently used first
+        self._old: list[Row] = []  # those that were fed before the model changed
+        self._computed_by: object = None  # the state of the model when a text began
+        self.maybe_changed = True  # since then
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
@@ -130,12 +133,13 @@ class TextCaches:
     def beginning(self, request: Request, running: PlainStepper | None) -> tuple[Cache, int]:
         """Return a cache for a text, and how many of its tokens it has because another text begins alike."""
         (prompt,) = request.prompts
-        cache = self.root.sibling(request.longest)
-        now = self._model.source  # keys that were computed in another way, before a change of the model, are dropped
-        self._kept = [text for text in self._kept if text.cache.source == now]
+        cache, rows = self.root.sibling(request.longest), running.batch.rows if running is not None else []
+        if self.lossless and self.maybe_changed:
+            self._drop_old(rows)
         found = [(_common(text.ids, prompt), text.cache, 0) for text in self._kept]
-        if running is not None and running.cache is not None and running.cache.source == now:
-            found += [(_common(_cached(row), prompt), running.cache, at) for at, row in enumerate(running.batch.rows)]
+        if running is not None and running.cache is not None:
+            new = [(at, row) for at, row in enumerate(rows) if row not in self._old]
+            found += [(_common(_cached(row), prompt), running.cache, at) for at, row in new]
         best, source, place = max(found, key=lambda one: one[0], default=(0, cache, 0))
         best = min(best, len(prompt) - 1)  # the logits after the prompt come from its last token
         if best < LEAST or not self.lossless:
@@ -144,6 +148,12 @@ class TextCaches:
         cache.join(source.row_copy(place, best), 0, best)
         return cache, best
 
+    def _drop_old(self, running: Sequence[Row]) -> None:
+        """Drop the texts that are kept, and exclude those that run, if the model has changed since they began."""
+        now, self.maybe_changed = (self._model.source, state_of(self._model)), False
+        if now != self._computed_by:
+            self._computed_by, self._kept, self._old = now, [], list(running)
+
     def keep(self, row: Row, stepper: PlainStepper, running: Sequence[Request]) -> None:
         """Keep a text that has ended, if there is a limit of bytes and room within it.
 
@@ -151,6 +161,8 @@ class TextCaches:
         """
         ids = _cached(row)
         if self.most_bytes is None or not self.lossless or row.ended == "failed" or len(ids) < LEAST:
+            return
+        if row in self._old:
             return
         size = self._bytes(len(ids), len(ids))
         if not self._leave(self.predicted(running) + size):

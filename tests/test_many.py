@@ -17,7 +17,7 @@ from fakes import Bytes, Ids, Remembering
 from native import ARGS, VOCAB, needs_a_compiler, twins
 from refusals import unrefused
 from tables import cases
-from tiny import tiny_model
+from tiny import some_tokens, tiny_model
 
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
@@ -282,6 +282,39 @@ def test_a_change_of_the_model_by_the_end_of_the_prompts_counts_in_the_next_step
         model.output.weight = weight
         assert model.generate_tokens([text], 1, temperature=0)[0][0] == [id]
         text.append(id)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("kv_cache", ["static", "paged"])
+def test_a_text_begins_with_no_keys_that_were_computed_before_the_weights_were_edited_in_place(kv_cache: str) -> None:
+    model, common = twins("fp32", ARGS)[1], some_tokens(1, 60, vocab_size=VOCAB)[0].tolist()
+    texts, made = Texts(steady(model), rows=3, kv_cache=kv_cache, cache_bytes=10**8), dict[int, list[int]]()
+    reused: dict[int, int] = {}
+
+    def run(last: int, length: int) -> int:
+        number = texts.add([*common, last], length, temperature=0)
+        made[number] = []
+        return number
+
+    def steps(until: int) -> None:
+        while until in texts._texts:
+            for event in texts.step():
+                reused[event.number] = event.reused
+                made[event.number] += [] if event.token is None else [event.token.id]
+
+    ended, running = run(1, 3), run(2, 40)
+    steps(ended)
+    with torch.no_grad():
+        model.layers[0].attention.wk.weight.mul_(1.7)
+    beside, later = run(3, 4), run(4, 4)
+    steps(beside)
+    steps(later)
+    steps(running)
+    last = run(5, 4)
+    steps(last)
+    for number in (beside, later, last):
+        assert made[number] == model.generate_tokens([[*common, number + 1]], 4, temperature=0)[0][0]
+    assert [reused[number] for number in (running, beside, later, last)] == [60, 0, 60, 60]
 
 
 # ---- generate_many ---------------------------------------------------------------------------------------------------
