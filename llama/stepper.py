@@ -75,6 +75,7 @@ SHORT_PROMPTS = frozenset(CallKind(prompt=True, many=many) for many in (False, T
 LONG_PROMPTS = frozenset(kind._replace(long=True) for kind in SHORT_PROMPTS)
 PROMPTS = SHORT_PROMPTS | LONG_PROMPTS
 STEPS = frozenset(CallKind(prompt=False, many=many) for many in (False, True))
+CALLS = PROMPTS | STEPS
 _GROUPS = {"prompts": PROMPTS, "short prompts": SHORT_PROMPTS, "long prompts": LONG_PROMPTS, "steps": STEPS}
 
 
@@ -149,6 +150,10 @@ class Runner(Protocol[Model]):
 
         None if rows cannot join a batch of its steppers.
         """
+        ...
+
+    def left(self, model: Model, cache: Cache | None) -> frozenset[CallKind]:
+        """Return the kinds of calls with such a cache, or without one, that the plain path runs: CALLS for all."""
         ...
 
     def tiles(self, model: Model) -> str | None:

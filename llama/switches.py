@@ -26,7 +26,7 @@ from llama.ops import Ops
 from llama.ranks import Ranks
 from llama.rope import RopeTable
 from llama.rows import Rows
-from llama.stepper import Execution, Runner
+from llama.stepper import CALLS, CallKind, Execution, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +169,20 @@ class Switches(nn.Module):
 
     @property
     def execution(self) -> Execution:
-        """How forwards are executed."""
+        """How forwards are executed, with the model's kind of cache if the cache is on."""
+        return self.execution_with(self.kv_cache if self.kv_caching else None)
+
+    def execution_with(self, kind: str | None) -> Execution:
+        """Return how forwards with a kind of cache are executed; None: without a cache."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
-        name = str(self.ops) if self.runner is None else self.runner.name
-        plain = () if self.runner is None or self.exact else tuple(sorted(self.runner.plain))
-        tiles = None if self.runner is None else self.runner.tiles(self)
-        return Execution(name, min(kinds, default=None), bits, self.exact, plain, tiles)
+        runner, left = self.runner, frozenset[CallKind]()
+        if runner is not None and not self.exact:
+            left = runner.left(self, None if kind is None else self.new_cache(kind))
+        if runner is None or left == CALLS:
+            return Execution(str(self.ops), min(kinds, default=None), bits, self.exact)
+        tiles = runner.tiles(self)
+        return Execution(runner.name, min(kinds, default=None), bits, self.exact, tuple(sorted(left)), tiles)
 
     def use(self, ops: Ops) -> None:
         """Set the operations of all modules."""

@@ -32,7 +32,7 @@ from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
 from llama.sampling import Settings, choose, must_sort
-from llama.stepper import PROMPTS, CallKind
+from llama.stepper import CALLS, PROMPTS, CallKind
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,11 @@ class GraphRunner:
         Raises Unsupported for a model whose modules compute something else.
         """
         return self._descriptions.of(model).description
+
+    def left(self, model: Transformer, cache: Cache | None) -> frozenset[CallKind]:
+        """Return the kinds of calls with such a cache, or without one, that the plain path runs."""
+        static = cache is None or all(type(layer) is StaticCache for layer in cache.layers)
+        return self.plain if static else CALLS
 
     def tiles(self, model: Transformer) -> None:
         """Return None: a GPU has no tiles of a CPU."""

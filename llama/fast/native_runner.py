@@ -26,7 +26,7 @@ from llama.locked import locked
 from llama.model import Transformer
 from llama.rows import Rows
 from llama.sampling import Sampler
-from llama.stepper import CallKind
+from llama.stepper import CALLS, PROMPTS, CallKind
 from llama.switches import check_call
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,17 @@ class NativeRunner:
     def describe(self, model: Transformer) -> NativeModel:
         """Return the model as native code reads it now. Raises Unsupported."""
         return self._descriptions.of(model).description
+
+    def left(self, model: Transformer, cache: Cache | None) -> frozenset[CallKind]:
+        """Return the kinds of calls with such a cache, or without one, that the plain path runs."""
+        try:
+            native = self.describe(model)
+            if cache is None:
+                return self.plain
+            check_cache(native, cache, model.rope)
+        except Unsupported:
+            return CALLS
+        return self.plain | (PROMPTS if cache.layers[0].observes else frozenset())
 
     def tiles(self, model: Transformer) -> str | None:
         """Return what tiles of a CPU with AMX multiply for the model, or None. They have other bits than vectors."""

@@ -113,7 +113,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
         "weights": weights_digest(model),
         "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
         "tensors": digest_of(sorted(tensors.items())),
-        "execution": str(model.execution),
+        "execution": str(model.execution_with(content.kv_cache)),
     }
     try:
         replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
@@ -169,11 +169,12 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
             facts, spans = _read_facts(file)
             _check_kind(facts["kv_cache"])
             check_origin(model, facts)
-            if facts["execution"] not in (None, str(model.execution)):
+            execution = str(model.execution_with(facts["kv_cache"]))
+            if facts["execution"] not in (None, execution):
                 logger.info(
                     "the session was computed by: %s; this model computes by: %s, which may round differently",
                     printable(facts["execution"], 120),
-                    model.execution,
+                    execution,
                 )
             if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts["tokenizer"]:
                 raise ValueError(

@@ -179,7 +179,7 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
     plain, step = str(model.ops), model.runner
     names = [step.name] if step is not None and fast else []
     names += [plain] if fast < all or not names else []
-    left = model.execution.plain if fast else ()
+    left = model.execution.plain if fast and len(names) == 1 else ()
     return str(replace(model.execution, runner=" and ".join(names), plain=left))
 
 
@@ -211,7 +211,8 @@ class LlamaEngine(Engine):
                 times.append(time.perf_counter())
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
-        left = set(self.model.execution.plain)
+        runner = self.model.runner
+        left = frozenset() if runner is None or self.model.exact else runner.plain  # because it is faster at them
         run.fast_wanted = sum(CallKind.of(*fed) not in left for fed in run.fed)
         run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
         if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
