@@ -28,7 +28,6 @@ from llama.stepper import CallKind
 from llama.text_caches import LEAST
 
 NATIVE = ("static", "paged")
-LOSSY = ("int8", "int4", "rotated", "kivi", "snapkv:0.5", "adakv:0.25", "quest")  # with a native step
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.2, "top_k": 30, "seed": 5},
@@ -163,33 +162,6 @@ def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pyt
     monkeypatch.setattr(StaticCache, "join", lambda self, other, rows, length: join(self, other, rows, length - 1))
     script["soak"](model, broken, tokens=100, rows=4, seed=1, cache_bytes=None)
     assert broken.differing
-
-
-@pytest.mark.parametrize("kv_cache", cases((*NATIVE, "concat"), "paged"))
-def test_texts_in_exact_mode_have_the_bits_that_they_have_alone(kv_cache: str) -> None:
-    model = tiny_model(ARGS).requires_grad_(False)
-    model.exact = True
-    model.kv_cache = kv_cache
-    given = some_texts(6)
-    assert together(Texts(model, rows=3, piece=32), given) == alone(model, given)
-
-
-@needs_a_compiler
-@pytest.mark.parametrize("kv_cache", cases(LOSSY, "int4", "snapkv:0.5"))
-def test_texts_in_a_lossy_cache_have_the_bits_that_they_have_alone(kv_cache: str) -> None:
-    _, model = twins("fp32", ARGS)
-    model.kv_cache = kv_cache
-    given = some_texts(10)
-    assert together(Texts(model, rows=4, piece=16), given) == alone(model, given)
-
-
-@pytest.mark.parametrize("kv_cache", cases(["fp8", "window:16", "h2o:0.5"], "window:16"))
-def test_kinds_without_a_native_step_make_the_same_ids_up_to_rounding(kv_cache: str) -> None:
-    model = tiny_model(ARGS).requires_grad_(False)
-    given = some_texts(6)
-    one_by_one = [together(Texts(model, rows=1, piece=16, kv_cache=kv_cache), [one])[0][0] for one in given]
-    made = together(Texts(model, rows=4, piece=16, kv_cache=kv_cache), given)
-    assert [ids for ids, _ in made] == one_by_one
 
 
 @needs_a_compiler

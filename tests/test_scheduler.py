@@ -199,6 +199,23 @@ def test_a_cancelled_text_frees_its_row_at_once_and_what_it_has_cached_stays() -
         assert reused(texts, [*[1] * 40, 5]) == (40 if stays else 0)
 
 
+def test_the_last_piece_of_a_prompt_alone_ends_it() -> None:
+    """Also behind a beginning of another text, on which nothing may depend."""
+    ends: list[bool] = []
+
+    class Watched(Remembering):
+        def __call__(self, tokens: Any, start_pos: Any, **named: Any) -> Any:
+            ends.append(start_pos.prompt_ends)
+            return super().__call__(tokens, start_pos, **named)
+
+    texts = Texts(Watched(), rows=2, piece=16, cache_bytes=10**6)
+    for length in (40, 5, 40):
+        texts.add([1] * length, 1)
+        while not texts.idle:
+            texts.step()
+    assert ends == [False, False, True, True, True]
+
+
 def test_a_step_feeds_about_one_piece_of_prompts() -> None:
     texts, left = Texts(Remembering(), rows=8, piece=16), []
     for prompt in (20, 20, 16, 5):

@@ -4,7 +4,7 @@ from llama.kv_cache import ScoredCache
 
 
 class HeavyHitters(ScoredCache, kind="heavy_hitters"):
-    every_step = adds_up = whole_prompt = True
+    every_step = adds_up = True
 
     def score(self, attended):  # (n_kv_heads, kv_len)
         return attended.received().unflatten(0, (self.args.n_kv_heads, -1)).mean(1)

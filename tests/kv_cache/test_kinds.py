@@ -24,10 +24,7 @@ WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16"]
 DROPPING = ["adakv:0.3", "random", "h2o:20", "tova", "knorm", "keydiff", "lagkv", "snapkv:30", "pyramidkv"]
 DROPPING += ["expected-attention", "h2o", "duo-attention", "chunkkv", "criticalkv:20", "finch", "cur:13", "compactor"]
 KINDS = [*WHOLE, *DROPPING]
-DEFAULT = ("static", "paged", "int8", "window:20+3", "adakv:0.3")  # one of each base; the others with --slow
 CHECKED = ("paged", "adakv:0.3")  # all claims of a kind take a second
-BY_LAYER = ["int4@0;static", "static@0;kivi:2+16"]
-EVERY = cases(KINDS, *DEFAULT)
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, *CHECKED))
@@ -51,14 +48,6 @@ def test_a_kind_says_whether_it_allocates_what_was_reserved() -> None:
         for cache in (reserved, other):
             cache.update(Rows.at([0], [10]), *torch.zeros(2, 1, 10, SIZES.n_kv_heads, SIZES.head_dim or 0))
         assert (reserved.nbytes > other.nbytes) == other.preallocates, kind
-
-
-@pytest.mark.parametrize("kind", [*EVERY, *cases(BY_LAYER)])
-def test_prompts_that_share_a_prefix_give_the_text_that_each_gives_alone(kind: str) -> None:
-    model, tokens = tiny_model(max_seq_len=256, head_dim=32, vocab_size=400), some_tokens(1, 130, vocab_size=400)[0]
-    prompts = [[*tokens.tolist(), *range(n, 3 * n)] for n in (1, 7)]
-    together, _ = model.generate_tokens(prompts, 8, temperature=0.0, kv_cache=kind, share_prefix=True)
-    assert together == [model.generate_tokens([one], 8, temperature=0.0, kv_cache=kind)[0][0] for one in prompts]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

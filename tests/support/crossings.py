@@ -40,7 +40,7 @@ NEW = 4  # tokens of a text
 LENGTHS = (1, 5, 255, 256, 257, 300, 600)  # below, at and behind a piece, a window of 64, and two lags of 128
 MODES = ("plain", "native", "exact")
 PARAMS = {"window": "window:20+3", "quest": "quest:32", "rotated": "rotated:k4v4+8", "kivi": "kivi:k2v2+32"}
-BY_LAYER = ("paged@0;static", "knorm:0.2@0;static", "int4@0;static", "window:20+3@0;static")
+BY_LAYER = ("paged@0;static", "knorm:0.2@0;static", "static@0;kivi:2+16", "window:20+3@0;static")
 GREEDY = Options(temperature=0.0, logprobs=True)
 
 
@@ -243,14 +243,18 @@ def saved_and_loaded(crossing: Crossing) -> Made:
 
 @door("prefix", "prefix")
 def behind_a_prefix(crossing: Crossing) -> Made:
-    """The first new token is the prompt of a row behind a session; the row beside it has another one."""
+    """The first new token is the prompt of a row behind a session; the row beside it has another one.
+
+    The session goes on afterwards.
+    """
     own = crossing.model.session(Ids(), kv_cache=crossing.kind)
     own.feed(crossing.prompt)
     (first,) = own.fork().generate(1, **GREEDY)["ids"]
     prompts = [[first], [(first + 1) % VOCAB, 5]]
     ids, logprobs = crossing.model.generate_tokens(prompts, NEW - 1, prefix=own, **GREEDY)
     assert logprobs is not None
-    return Made([first, *ids[0]], [nan, *logprobs[0]])
+    after = own.generate(NEW, **GREEDY)["ids"]
+    return Made([first, *ids[0]], [nan, *logprobs[0]], unequal="" if after[0] == first else "the session has changed")
 
 
 nan = float("nan")
@@ -268,16 +272,18 @@ def with_a_shared_beginning(crossing: Crossing) -> Made:
 
 @door("many")
 def among_many(crossing: Crossing) -> Made:
-    """A text joins one that runs, is joined by another, and begins as both do."""
+    """A text joins one that runs, is joined by another, begins as both do, and moves when the first one leaves."""
     texts = Texts(crossing.model, rows=3, piece=PIECE, kv_cache=crossing.kind)
     made, number, predicted, unequal = Made([], []), -1, 0, ""
     others = [text_of(crossing.length // 2 + 1), text_of(crossing.length + 70)]
-    texts.add(others[0], 5 * NEW, **GREEDY)
+    first = texts.add(others[0], 100, **GREEDY)
     for turn in range(400):
         if turn == 2:
             number = texts.add(crossing.prompt, NEW, **GREEDY)
         if turn == 3:
             texts.add(others[1], NEW, **GREEDY)
+        if len(made.ids) == NEW - 2:
+            texts.cancel(first)
         for event in texts.step():
             assert event.error is None, event.error
             if event.number == number and event.token is not None:
