@@ -30,6 +30,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that are marked slow, too, as .ci/run does")
+    parser.addoption("--limit-costs", action="store_true", help="fail if a function costs over twice its share")
     parser.addoption("--every-build", action="store_true", help="compile native code under the flags of many CPUs")
     parser.addoption(
         "--long", action="store_true", help="draw as many examples as the figures on record were drawn from"
