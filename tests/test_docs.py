@@ -1,6 +1,7 @@
 """The documents are true: their Python runs, their commands parse, their figures add up, their files exist."""
 
 import csv
+import functools
 import importlib
 import inspect
 import math
@@ -42,6 +43,12 @@ def test_python_of_the_readme_and_the_research_page_runs(snippet: str, capsys: p
     assert capsys.readouterr().out.strip()
 
 
+@functools.cache
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+TESTS = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
 PAGES = [path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))]
 
 
@@ -52,10 +59,12 @@ def test_every_link_leads_to_a_file() -> None:
 
 
 def commands_of(page: str) -> list[str]:
-    """Return the lines of a page's code blocks that run Python or llama-kv, except lines with "..."."""
+    """Return the commands in a page's code blocks and inline code that run Python or llama-kv."""
     page = page.replace("\\\n", " ")  # a command may go on in the next line
+    page = re.sub(r"torchrun (?:--\w+ \S+ )+", "python ", page).replace("python -m llama ", "llama-kv ")
     lines = re.findall(r"^(?: {4}|\$ )(?:\.venv/bin/)?((?:python|llama-kv) .*)", page, flags=re.MULTILINE)
-    return [line.partition(" > ")[0] for line in lines if "..." not in line]
+    spans = re.findall(r"(?<!`)`(?:\.venv/bin/)?((?:(?:python|llama-kv) |(?:benchmark_)?inference\.py)[^`]*)`", page)
+    return [line.partition(" > ")[0] for line in (*lines, *spans)]
 
 
 def main_of(program: str, name: str) -> Callable[..., int]:
@@ -65,26 +74,83 @@ def main_of(program: str, name: str) -> Callable[..., int]:
         module = f"llama.cli.{module}"
     else:
         module, function = name.removesuffix(".py").replace("/", "."), "main"
+        module = "course.kit.fill_report" if module == "fill_report" else module
     command: Callable[..., int] = getattr(importlib.import_module(module), function)
     return command
 
 
 CURRENT = [page for page in PAGES if page not in ("docs/log.md", "CHANGELOG.md")]  # the others are of their time
-TASKS = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("course/tasks/*.md")]
+TASKS = ["course/kit/TASK.md", *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("course/tasks/*.md"))]
+OTHERS = ("-O", "--version", "NAME", "llama.quality.lm_eval")  # without flags, or with those of lm-eval's own command
 
 
 @pytest.mark.parametrize("page", [*CURRENT, *TASKS])
-def test_every_command_in_a_code_block_has_flags_and_values_that_exist(page: str) -> None:
+def test_every_command_in_a_page_has_flags_and_values_that_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "course")  # scripts/record_mistakes.py imports from it
     for line in commands_of((ROOT / page).read_text(encoding="utf-8")):
-        program, *words = shlex.split(line)
+        usage = "..." in line or "[--" in line
+        words = shlex.split(re.sub(r"[][]|\.\.\.", "", line) if usage else line, comments=True)
+        program, *words = words if words[0] in ("python", "llama-kv") else ["python", *words]
         if words[0] == "-c":
             compile(words[1], page, "exec")
             continue
         name, *rest = words[1:] if words[0] == "-m" else words
-        if name == "llama.quality.lm_eval":  # its flags are those of lm-eval's own command
-            continue
-        types = cli.flag_types(main_of(program, name))
-        cli.read_values(cli.sort_words(rest, types), types)  # raises ValueError
+        if name.startswith("tests"):
+            path = ROOT / name.removesuffix(".py").replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), line
+        elif name not in OTHERS:
+            types = cli.flag_types(main_of(program, name))
+            given = cli.sort_words(rest, types)
+            if usage:
+                assert [flag for flag, _ in given if flag.startswith("-")] == [], line
+            else:
+                cli.read_values(given, types)  # raises ValueError
+
+
+# Flags of pip, Git, lm-eval, torchrun, SentencePiece, Slurm and nvidia-smi; and a variable of CSS.
+FOREIGN = {
+    *("dest", "disable_pip_version_check", "hash", "no_deps", "no_input", "requirement"),
+    *("error_unmatch", "no_optional_locks", "porcelain", "apply_chat_template", "model_args", "nproc_per_node"),
+    *("normalization_rule_name", "remove_extra_whitespaces", "format", "me", "name", "noheader", "query_gpu", "cache"),
+}
+
+
+def test_every_flag_that_a_page_or_a_message_names_exists() -> None:
+    mains = [main_of("llama-kv", name) for name in COMMANDS]
+    mains += [main_of("python", name) for name in ("course.make", "course.grade")]
+    options = re.findall(r'addoption\(\s*"--([\w-]+)"', (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8"))
+    known = {flag for main in mains for flag in cli.flag_types(main)} | {option.replace("-", "_") for option in options}
+    known |= {"threads", "quiet", "debug", "help", "version"} | FOREIGN
+    texts = {page: " ".join(re.findall(r"(?<!`)`(--[^`]*)`", read(page))) for page in (*CURRENT, *TASKS)}
+    sources = (path for folder in ("llama", "course") for path in (ROOT / folder).rglob("*.py"))
+    texts |= {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sources}
+    named = {(file, flag) for file, text in texts.items() for flag in re.findall(r"(?<![\w-])--(\w[\w-]*)", text)}
+    assert len(named) > 200
+    assert [(file, flag) for file, flag in sorted(named) if flag.replace("-", "_") not in known] == []
+
+
+def used_flags(module: str) -> set[str]:
+    """Return the flags that a test of a file of llama/cli passes to it, or that a page shows in a command."""
+    started = {f"{module}.py", *(name for name, (of, _) in COMMANDS.items() if of == module)}
+    lines = [line for page in (*CURRENT, *TASKS) for line in commands_of(read(page)) if started & {*line.split()[:2]}]
+    naming = re.compile(rf"llama\.cli\.{module} |from llama\.cli import .*\b{module}\b|\"{module}\.py\"")
+    rows = re.compile(rf'\("(?:{"|".join(started)})", (".*)')  # of a table of commands and their words
+    lines += [words for text in TESTS.values() for words in rows.findall(text)]
+    own = [text for path, text in TESTS.items() if path.parent.name == module or naming.search(text)]
+    words = [call for text in own for call in re.findall(r"\bmain\((.*)", text)]
+    return {*re.findall(r"--(\w+)", "\n".join(lines + own)), *re.findall(r"(\w+)=", "\n".join(words))}
+
+
+def test_every_flag_of_a_command_is_named_by_a_page_and_used_by_a_test() -> None:
+    on_pages = {flag for page in (*CURRENT, *TASKS) for flag in re.findall(r"--(\w+)", read(page))}
+    lacking = []
+    for module in dict.fromkeys(module for module, _ in COMMANDS.values()):
+        mains = [main_of("llama-kv", name) for name, (of, _) in COMMANDS.items() if of == module]
+        used = used_flags(module)
+        for flag in dict.fromkeys(flag for main in mains for flag in cli.flag_types(main) if flag != "prompts"):
+            lacking += [f"{module} --{flag} is on no page"] * (flag not in on_pages)
+            lacking += [f"{module} --{flag} is in no test"] * (flag not in used)
+    assert lacking == []
 
 
 def test_pages_and_messages_spell_each_command_in_one_way() -> None:

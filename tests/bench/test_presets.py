@@ -25,6 +25,7 @@ from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.schema import Report, cell_row, new_report, rows_of
 from llama.bench.single import benchmark_inference
 from llama.cli import benchmark_inference as script
+from llama.host.cores import OtherLoad
 
 CALIBRATION = Calibration(
     max_seq_len=256, input_len=10, load_seconds=2.0, prefill_seconds=5.0, step_seconds=0.25, many_rows=1,
@@ -178,6 +179,15 @@ def test_a_violation_ends_with_exit_code_3_in_the_mode_that_is_compared_with_too
     assert "VIOLATED" in capsys.readouterr().out
     (violated,) = [row for row in rows_of(json.loads(file.read_text()), "check", 0) if row["status"] == "violated"]
     assert violated["detail"] == "it was on"
+
+
+def test_a_cell_under_other_load_ends_with_exit_code_4_if_strict(
+    base: Cell, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OtherLoad, "stop", lambda _: float(1 << 20))
+    monkeypatch.setattr("llama.bench.noise.LEAST_SECONDS", 0)
+    words = ["--ckpt_dir", base.model, "--input_len", "6", "--output_len", "4", "--threads", "1"]
+    assert [run(*words), run(*words, "--strict")] == [0, script.NOISY]
 
 
 def test_the_script_prints_the_familiar_lines_first(base: Cell, here: Here, capsys: pytest.CaptureFixture[str]) -> None:

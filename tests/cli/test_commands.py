@@ -1,6 +1,7 @@
 """llama-kv is one command for the functions of the scripts and of `python -m llama.x`, with their flags and help."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import Command
 from fire import docstrings
 from tables import table
 
@@ -131,3 +133,46 @@ def test_help_describes_every_flag_in_whole_sentences(file: str) -> None:
     for text in [told.summary, *(arg.description for arg in told.args)]:
         assert text[0].isupper() or not text[0].isalpha(), text
         assert text.endswith("."), text
+
+
+@table("file", MAINS)
+def test_a_command_reads_each_flag_before_it_assigns_to_its_name(file: str) -> None:
+    """A flag with the name of a variable would have no effect."""
+    names = [node for node in ast.walk(MAINS[file]) if isinstance(node, ast.Name)]
+    names.sort(key=lambda name: -name.lineno)
+    first = {(name.id, type(name.ctx)): name.lineno for name in names}
+    passes_all = ("locals", ast.Load) in first
+    passed = re.findall(r"\bflags\.(\w+)", (ROOT / file).read_text(encoding="utf-8")) if passes_all else []
+    for flag in (arg.arg for arg in MAINS[file].args.kwonlyargs if arg.arg not in passed):
+        assert (flag, ast.Load) in first, f"--{flag} is not read"
+        assert first[flag, ast.Load] <= first.get((flag, ast.Store), sys.maxsize), f"--{flag} is a variable"
+
+
+NOWHERE = "there is no tokenizer file /nowhere"
+
+
+@table(
+    "name, words, said",
+    [
+        ("run", "hi --tokenizer_path /nowhere", NOWHERE),
+        ("run", "hi --activations 3", "activations=3 must be 8 or 16"),
+        ("run", "hi --repack=False", "repack=False leaves weights as a .gguf file has them"),
+        ("run", "hi --dtype fp65", "dtype='fp65' is not known"),
+        ("serve", "--port 0 --dtype fp65", "dtype='fp65' is not known"),
+        ("serve", "--port 0 --max_seq_len -1", "max_seq_len=-1 must be a whole number"),
+        ("serve", "--port 0 --quantize int3", "quantize='int3' is not known"),
+        ("bench", "--tokenizer_path /nowhere", NOWHERE),
+        ("bench", "--activations 3", "activations=3 must be 8 or 16"),
+        ("costs", "--tokenizer_path /nowhere", NOWHERE),
+        ("convert", "demo out.gguf --type q8_0 --tokenizer_path /nowhere", NOWHERE),
+        ("perplexity", "--text README.md --dtype fp65", "dtype='fp65' is not known"),
+        ("doctor", "demo --tokenizer_path /nowhere", NOWHERE),
+    ],
+)
+def test_the_value_of_a_flag_reaches_the_check_of_it(
+    name: str, words: str, said: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    module, function = commands.COMMANDS[name]
+    code, out, err = command(getattr(importlib.import_module(f"llama.cli.{module}"), function), *words.split())
+    assert (code in (1, 2), said in out + err) == (True, True), out + err
