@@ -3,11 +3,14 @@
 import re
 import runpy
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tables import table
 
 from llama import __version__
 from llama.host.version import code_digest
@@ -43,9 +46,57 @@ def test_a_build_without_an_address_publishes_the_readme_as_it_is(monkeypatch: p
     assert (built["long_description"], built["project_urls"]) == (README, {})
 
 
-def test_the_citation_names_the_version_and_authors_of_the_package() -> None:
+def released(changelog: str, citation: str) -> set[tuple[str, str]]:
+    """Return the version and date of the newest release, as CHANGELOG.md and CITATION.cff have them."""
+    cited = tuple(re.findall(r"^(?:version|date-released): (.*)", citation, flags=re.MULTILINE))
+    return {*re.findall(r"^## ([\d.]+) - (\d{4}-\d\d-\d\d)$", changelog, flags=re.MULTILINE)[:1], cited}
+
+
+def test_a_release_has_one_version_and_one_date_in_all_files() -> None:
+    changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    found = released(changelog, citation)
+    assert len(found) == 1, f"CHANGELOG.md and CITATION.cff differ: {found}"
+    assert [version for version, _ in found] == [__version__]
+
+
+@table(
+    "unreleased, version, date, agrees",
+    [
+        ("## Unreleased", "0.3.0", "2026-11-27", True),
+        ("## Unreleased", "0.4.0", "2026-11-27", False),  # the section has no version yet
+        ("## 0.4.0 - 2026-12-24", "0.4.0", "2026-11-27", False),  # the date is that of the version before
+        ("## 0.4.0 - 2026-12-24", "0.3.0", "2026-11-27", False),
+        ("## 0.4.0 - 2026-12-24", "0.4.0", "2026-12-24", True),
+    ],
+)
+def test_half_a_release_is_seen(unreleased: str, version: str, date: str, agrees: bool) -> None:
+    changelog, citation = f"{unreleased}\n\n## 0.3.0 - 2026-11-27\n", f"version: {version}\ndate-released: {date}\n"
+    assert (len(released(changelog, citation)) == 1) is agrees
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [
+        wanted for extra, names in project["optional-dependencies"].items() if extra != "eval" for wanted in names
+    ]
+    pins = {*re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)}
+    assert {re.split(r"[^\w-]", wanted)[0] for wanted in (*project["dependencies"], *extras)} - pins == set()
+
+
+def test_what_other_packages_deprecate_is_an_error_of_the_core_alone() -> None:
+    def deprecate(category: type[Warning], module: str) -> None:
+        warnings.warn_explicit("it is deprecated", category, "file.py", 1, module=module)
+
+    for category in (DeprecationWarning, FutureWarning):
+        for module in ("transformers.models.llama", "torch.nn", "test_model", "llama.bench.run.transformers_engine"):
+            deprecate(category, module)
+        for module in ("llama.model", "llama.bench.run.jobs", "course.grade"):
+            with pytest.raises(category):
+                deprecate(category, module)
+
+
+def test_the_citation_names_the_authors_of_the_package() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert re.findall(r"^version: (.*)", citation, flags=re.MULTILINE) == [__version__]
     authors = re.findall(r"^  - name: (.*)", citation, flags=re.MULTILINE)
     licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
