@@ -144,7 +144,7 @@ class Seconds:
             f"{self.cases:,} tests, {wall:.0f} s, {total:.0f} CPU s, {self.collecting:.0f} of them to collect; "
             "the slowest files: "
             + ", ".join(f"{file} {seconds:.0f}" for file, seconds in slowest)
-            + (f"; warning: functions above {SHARE:.1%} of it: {', '.join(dear)}" if dear else ""),
+            + (f"; warning: functions above their share of {SHARE:.1%}: {', '.join(dear)}" if dear else ""),
             yellow=bool(dear),
         )
 
