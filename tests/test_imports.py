@@ -96,7 +96,7 @@ MAY_IMPORT = {
     "llama/fast/graph_kernels.py": ("ops fast", "torch triton"),
     "llama/fast/native_build.py": ("host.files", ""),
     "llama/fast/": (f"{CORE} exact.batch_invariance fast host.files host.machine quant untrusted.gguf_sizes", "torch"),
-    "llama/quality/lm_eval.py": ("api host.progress session", "torch lm_eval"),
+    "llama/quality/lm_eval.py": ("api host.progress session tokenizer.chat untrusted.template", "torch lm_eval"),
     "llama/quality/": ("host.progress kv_cache model ops quality session streaming untrusted", "torch"),
     "llama/verify/verdict.py": ("host verify", ""),
     "llama/verify/guesses.py": ("batch generation model request speculation", "torch"),

@@ -7,17 +7,20 @@ Source: lm-eval, https://github.com/EleutherAI/lm-evaluation-harness.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llama.api import load
 from llama.host.progress import progress_bar
 from llama.session import Session
+from llama.tokenizer.chat import ChatFormat
+from llama.untrusted.template import DialogRefused
 
 _PIECE = 256  # tokens whose logits are in memory at a time
 _MAX_GEN_TOKS = 256  # tokens of an answer if a task does not say, as with lm-eval's `hf`
@@ -70,13 +73,57 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return self.limit
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Return the ids of a text, by default with BOS if the tokenizer adds it and the text does not have it."""
-        bos = self.codec.bos_id
-        if bos is None:
-            add_special_tokens = False
-        elif add_special_tokens is None:
-            add_special_tokens = self.codec.adds_bos and not string.startswith(self.codec.decode([bos]))
-        return self.codec.encode(string, bos=add_special_tokens, eos=False)
+        """Return the ids of a text, in which special tokens become their ids.
+
+        If the tokenizer adds BOS, it is added, by default unless the text begins with BOS's own text.
+        """
+        if add_special_tokens is None:
+            bos = self.codec.bos_id
+            add_special_tokens = bos is None or not string.startswith(self.codec.decode([bos]))
+        bos_added = self.codec.adds_bos and add_special_tokens
+        return self.codec.encode(string, bos=bos_added, eos=False, allowed_special="all")
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a context, and those that the continuation adds to them.
+
+        lm-eval splits the ids of the joined text behind as many as the context has. If the continuation merges into the
+        context's last tokens, no id may be left ("hel" + "lo"). lm-eval's `hf` stops there; here the continuation is
+        encoded alone.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        if not after:
+            spaces = context[len(context.rstrip()) :]  # lm-eval counts them to the continuation
+            text = spaces + continuation
+            after = self.codec.encode(text, bos=False, eos=False, allowed_special="all", begins=False)
+        return before or [self.prefix_token_id], after
+
+    # ---- chats -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _format(self) -> ChatFormat:
+        return ChatFormat(self.codec)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A digest of the tokenizer and its chat template, by which lm-eval names requests that it stores."""
+        return self.codec.fingerprint()
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return the text of the chat template, which lm-eval writes into its results."""
+        return self.codec.chat_template or self._format.name
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a dialog and of the opening of the answer, without system messages if these are rejected.
+
+        Raises ValueError for a task that begins the answer itself.
+        """
+        if not add_generation_prompt:
+            raise ValueError("gen_prefix of the task cannot be used with --apply_chat_template; leave one of them out")
+        dialog: Any = chat_history
+        try:
+            return self._format.render(dialog).text
+        except DialogRefused:
+            return self._format.render([message for message in dialog if message["role"] != "system"]).text
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -109,12 +156,13 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes after each context, up to a stop string.
+        """Return what the model writes after each context, up to a stop string, without special tokens.
 
         Raises ValueError for a setting that this library does not have.
         """
         found = [""] * len(requests)
         contexts = [self.tok_encode(request.args[0]) for request in requests]
+        special = set(self.codec.special_tokens.values())
         with progress_bar("generating", total=len(requests), unit="text") as bar:
             for number in sorted(range(len(requests)), key=lambda number: contexts[number]):
                 context, given = requests[number].args
@@ -128,7 +176,9 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 if new >= self.limit:
                     raise ValueError(f"max_gen_toks={new} must be below the model's max_seq_len={self.limit}")
                 session = self._fed(contexts[number][-(self.limit - new) :])
-                found[number] = session.generate(new, stop=stop, seed=number, **settings)["generation"]
+                ids = session.generate(new, stop=stop, seed=number, **settings)["ids"]
+                text = self.codec.decode(id for id in ids if id not in special)
+                found[number] = postprocess_generated_text(text, stop, None)
                 self.cache_hook.add_partial("generate_until", (context, given), found[number])
                 bar.update()
         return found
@@ -139,8 +189,12 @@ class LlamaKV(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def score(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         """Return the log-likelihood of a continuation, and whether each of its tokens is the most likely one.
 
-        A context that is too long loses its beginning. Raises ValueError for a continuation above the model's limit.
+        A context that is too long loses its beginning. Raises ValueError for a continuation without tokens, or above
+        the model's limit.
         """
+        if not continuation:
+            text = self.codec.decode(context)[-40:]
+            raise ValueError(f"the continuation of {text!r} has no tokens; leave this choice out of the task")
         if len(continuation) > self.limit:
             raise ValueError(f"a continuation has {len(continuation)} tokens, and the model's limit is {self.limit}")
         context = context[-(self.limit + 1 - len(continuation)) :]
