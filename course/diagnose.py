@@ -408,12 +408,17 @@ def _generations(facts: Facts, right: Facts) -> Iterator[Finding]:
 
 def _near(ours: Any, wanted: Any, near: float = NEAR) -> bool:
     """Return True if numbers differ by at most `near` of the larger one or of 1, and all else is equal."""
+    return _apart(ours, wanted) <= near
+
+
+def _apart(ours: Any, wanted: Any) -> float:
+    """Return the largest difference of numbers, as a share of the larger one or of 1; inf if anything else differs."""
     if isinstance(wanted, list):
         pairs = zip(ours, wanted, strict=True) if isinstance(ours, list) and len(ours) == len(wanted) else None
-        return pairs is not None and all(_near(a, b, near) for a, b in pairs)
+        return math.inf if pairs is None else max((_apart(a, b) for a, b in pairs), default=0.0)
     if isinstance(ours, int | float) and isinstance(wanted, int | float):
-        return abs(ours - wanted) <= near * max(1, abs(ours), abs(wanted))
-    return bool(ours == wanted)
+        return abs(ours - wanted) / max(1, abs(ours), abs(wanted))
+    return 0.0 if ours == wanted else math.inf
 
 
 # ---- the other exercises ---------------------------------------------------------------------------------------------
@@ -422,31 +427,35 @@ def _near(ours: Any, wanted: Any, near: float = NEAR) -> bool:
 def explain(facts: Facts, right: Facts) -> list[Finding]:
     """Return the mistake of a submission that was tried with a file of course/trials/, the first if it has several.
 
-    A mistake is named only if the submission does in all trials what a version of the answer with it does. If an error
+    A submission is right if it does in all trials what the answer does in one of its forms. A mistake is named only if
+    the submission does in all trials what a version of the answer with it does: of several, the nearest. If an error
     ended the trials, that means those before it, where something was wrong already, or else the same error.
     """
     try:
-        ours, wanted, near = facts["trials"], right["trials"], right["near"]
-        error = ours.get("error")
-        seen = not _as_far(ours, wanted, near)
+        ours, near, error = facts["trials"], right["near"], facts["trials"].get("error")
+        forms = [right["trials"], *(version for name, version in right["versions"] if not name)]
+        wanted = min(forms, key=lambda form: _apart_so_far(ours, form))
+        seen = _apart_so_far(ours, wanted) > near
         if not seen and _end(ours) == _end(wanted):
             return []
         if not seen and error and error["type"] == "NotImplementedError":
             return [Finding("todo-left", error["words"])]
-        alike = (
-            name
+        alike = [
+            (_apart_so_far(ours, version), name)
             for name, version in right["versions"]
-            if ((seen and error) or _end(ours) == _end(version)) and _as_far(ours, version, near)
-        )
-        return [Finding(next(alike, "unknown" if seen else "raises"), _observed(ours, wanted, near))]
+            if name and ((seen and error) or _end(ours) == _end(version))
+        ]
+        apart, name = min(alike, key=lambda one: one[0], default=(math.inf, ""))
+        name = name if apart <= near else "unknown" if seen else "raises"
+        return [Finding(name, _observed(ours, wanted, near))]
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:  # not the probe's facts
         return [Finding("unknown", f"the notes of the run cannot be read ({type(error).__name__})")]
 
 
-def _as_far(ours: Facts, wanted: Facts, near: float) -> bool:
-    """Return True if our trials gave what these gave, as many of them as ended."""
+def _apart_so_far(ours: Facts, wanted: Facts) -> float:
+    """Return the largest difference of our trials from these, of as many as ended."""
     one, other = ([[what, came] for what, came in of.items() if what != "error"] for of in (ours, wanted))
-    return _near(one, other[: len(one)], near)
+    return _apart(one, other[: len(one)])
 
 
 def _end(facts: Facts) -> tuple[int, str | None]:

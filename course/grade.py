@@ -110,7 +110,7 @@ def as_text(grade: Grade) -> str:
         mistake = grade.exercise.mistakes[finding.name]
         lines.append(f"  -{mistake.points}  {mistake.title} [{mistake.name}]")
         lines.append(f"       seen: {finding.where}")
-        lines += [f"       hint: {mistake.hint}"] if mistake.hint else []
+        lines.append(f"       hint: {mistake.hint}")
     if not grade.reason and not grade.findings:
         lines.append("  every experiment has the results of the real package")
     return "\n".join(map(printable, lines))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake. points: what it costs, of 100. hint: "" if the title says enough."""
+    """One mistake. points: what it costs, of 100. hint: a question or an experiment that leads to it."""
 
     name: str
     points: int
     title: str
-    hint: str = ""
+    hint: str
 
 
 # Each mistake has a line with its name, points and title. The indented lines after it are its hint.

@@ -101,7 +101,10 @@ def _loaded(trials: str) -> ModuleType:
 
 
 def tried(module: ModuleType, tree: str, *, versions: bool = False) -> Facts:
-    """Return the facts of the trials of a module of course/trials/, and those of versions of the answer."""
+    """Return the facts of the trials of a module of course/trials/, and those of versions of the answer.
+
+    A version has the name of its mistake. Those in the module's other forms, without a mistake, have the name "".
+    """
 
     def experiment(facts: Facts) -> None:
         for what, came in module.trials():
@@ -110,8 +113,9 @@ def tried(module: ModuleType, tree: str, *, versions: bool = False) -> Facts:
     found: Facts = {"near": module.NEAR, "trials": _guarded(experiment, tree)}
     if versions:
         found["versions"] = []
+        forms = getattr(module, "FORMS", ((),))
         every = [*((name,) for name in module.MISTAKES), *getattr(module, "ALSO", ())]
-        for form, version in product(getattr(module, "FORMS", ((),)), every):
+        for version, form in (*product([("",)], forms[1:]), *product(every, forms)):
             module.install(*version, *form)
             found["versions"].append([version[0], _guarded(experiment, tree)])
     return found

@@ -4,8 +4,8 @@ The files run in the process of a submission (course/probe.py) and import its pa
 
     trials      yields what is tried and what came of it, a number, a text or lists of these
     NEAR        how far numbers may be apart, as a share of the larger one or of 1
-    MISTAKES    name -> points and title
-    FORMS       names of other choices, none of them wrong, with which each mistake is tried; by default none
+    MISTAKES    name -> points, title and hint
+    FORMS       choices, none of them wrong, with which each mistake is tried; the first are the package's own
     ALSO        further versions: the name of a mistake, and what `install` is given behind it; by default none
     install     puts a version of the answer with these mistakes into the package; without any, it is right
 """

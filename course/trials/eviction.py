@@ -9,23 +9,76 @@ if TYPE_CHECKING:
 
 NEAR = 0.0
 MISTAKES = {
-    "newest-not-protected": (30, "The newest half of the budget does not stay by itself"),
-    "newest-only": (30, "Only the newest tokens are kept: the scores decide nothing"),
-    "oldest-protected": (30, "The first tokens stay by themselves instead of the newest"),
-    "half-rounded-down": (10, "Of an odd budget the newest have the smaller half"),
-    "lowest-kept": (40, "The keys with the least attention are kept"),
-    "last-query-only": (30, "Only the newest query's attention counts, not that of all queries of the call"),
+    "newest-not-protected": (
+        30,
+        "The newest half of the budget does not stay by itself",
+        "How much attention can a key have received that came in this call?",
+    ),
+    "newest-only": (
+        30,
+        "Only the newest tokens are kept: the scores decide nothing",
+        "Print which positions stay. Does any of them depend on the scores?",
+    ),
+    "oldest-protected": (
+        30,
+        "The first tokens stay by themselves instead of the newest",
+        "Scores are in the order of the text. At which end are the newest keys?",
+    ),
+    "half-rounded-down": (
+        10,
+        "Of an odd budget the newest have the smaller half",
+        "How many of a budget of 7 are the newest? TASK.md says which half is the larger one.",
+    ),
+    "lowest-kept": (
+        40,
+        "The keys with the least attention are kept",
+        "Print the scores of the keys that stay, and of those that do not.",
+    ),
+    "last-query-only": (
+        30,
+        "Only the newest query's attention counts, not that of all queries of the call",
+        "A prompt of 20 tokens has 20 queries. How many of them are in your sum?",
+    ),
     "averaged-over-queries": (
         20,
         "Attention is divided by the number of queries, so a prompt counts as much as a step",
+        "The cache adds the scores of all calls. Compare one call of 20 queries with 20 calls of one.",
     ),
-    "groups-mixed": (30, "Query heads are taken to share another KV head than they do"),
-    "heads-alike": (20, "All KV heads keep the same keys: each has query heads of its own"),
-    "first-query-head": (20, "Of the query heads that share a KV head only the first one counts"),
-    "largest-query-head": (20, "Of the query heads that share a KV head the largest attention counts, not the mean"),
-    "protected-for-ever": (30, "A token that was once among the newest stays for ever: the scores of all calls add up"),
-    "budget-exceeded": (30, "More keys than the budget are kept: the newest are part of it"),
-    "budget-unused": (20, "Fewer keys than the budget are kept"),
+    "groups-mixed": (
+        30,
+        "Query heads are taken to share another KV head than they do",
+        "With 6 query heads and 2 KV heads, which query heads share KV head 0? Print each shape.",
+    ),
+    "heads-alike": (
+        20,
+        "All KV heads keep the same keys: each has query heads of its own",
+        "Print the positions that each KV head keeps. On which axis are the heads in your scores?",
+    ),
+    "first-query-head": (
+        20,
+        "Of the query heads that share a KV head only the first one counts",
+        "How many query heads share a KV head, and how many of them change its scores?",
+    ),
+    "largest-query-head": (
+        20,
+        "Of the query heads that share a KV head the largest attention counts, not the mean",
+        "Which one number does TASK.md make of the query heads that share a KV head?",
+    ),
+    "protected-for-ever": (
+        30,
+        "A token that was once among the newest stays for ever: the scores of all calls add up",
+        "The cache adds the scores of all calls. What is the sum for a key that is no longer new?",
+    ),
+    "budget-exceeded": (
+        30,
+        "More keys than the budget are kept: the newest are part of it",
+        "Count the keys of a head that stay, and compare with the budget.",
+    ),
+    "budget-unused": (
+        20,
+        "Fewer keys than the budget are kept",
+        "Count the keys of a head that stay, and compare with the budget. Is a key chosen twice?",
+    ),
 }
 TEXTS = (("h2o:8", [20], 6), ("h2o:7", [20], 2), ("h2o:0.5", [22, 13], 2), ("h2o:8", [6], 4))
 

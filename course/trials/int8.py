@@ -10,27 +10,102 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEAR = 0.25  # a scale is stored in 9 bits and may be chosen in other ways: 0.5 and 0.7 steps are the same
-FORMS = ((), ("zero-in-the-middle",))  # the smallest number is code 0, or the middle of the range is code 127.5
+# The smallest number is code 0, or the middle of the range is code 127.5; codes are made from the zero as it is stored,
+# or from the one before it is rounded to float16, which adds up to half a step at 1024 steps from 0.
+FORMS = tuple(
+    (*middle, *exact) for middle in ((), ("zero-in-the-middle",)) for exact in ((), ("zero-before-it-is-stored",))
+)
 MISTAKES = {
-    "zero-missing": (40, "Codes begin at 0 although the numbers do not: what is below their range is lost"),
-    "zero-unscaled": (40, "The zero is counted in scales, and is added as if it were not"),
-    "zero-rounded": (15, "The zero is rounded to a whole number: codes do not reach both ends of the range"),
-    "zero-too-large": (30, "If a range is small beside its numbers, the zero is too large for float16"),
-    "codes-signed": (40, "Codes above 127 come back as negative numbers"),
-    "one-scale": (30, "All rows share one scale: rows of small numbers are lost"),
-    "scale-on-wrong-axis": (30, "A scale is that of a column, not of a row"),
-    "range-around-zero": (20, "The range is taken to be symmetric: codes are lost for numbers that do not occur"),
-    "rounded-down": (20, "Codes are rounded down: errors are up to a whole step, and all of one sign"),
-    "codes-wrap": (40, "The largest number of a row gets the code 256, which a byte stores as 0"),
-    "too-many-levels": (15, "The range has 256 steps: between 256 codes there are 255"),
-    "half-the-levels": (15, "The range has 127 or 128 steps: half of the codes are not used"),
-    "scale-before-rounding": (15, "Codes are made by the scale before it was rounded, not by the stored one"),
-    "divided-by-zero": (30, "Rows of equal numbers come back as something else: their range is 0"),
-    "computed-in-16-bits": (15, "Codes of bfloat16 numbers are computed in bfloat16, which has 8 bits itself"),
-    "codes-not-bytes": (15, "Codes take more than a byte each"),
-    "scale-not-stored": (40, "Scales are returned as floating-point numbers, where the cache stores int16"),
+    "zero-missing": (
+        40,
+        "Codes begin at 0 although the numbers do not: what is below their range is lost",
+        "Which number does code 0 stand for in a row from 4 to 5? Where is it stored?",
+    ),
+    "zero-unscaled": (
+        40,
+        "The zero is counted in scales, and is added as if it were not",
+        "TASK.md says in which unit zeros are counted. Do your two functions use that unit?",
+    ),
+    "zero-rounded": (
+        15,
+        "The zero is rounded to a whole number: codes do not reach both ends of the range",
+        "Print the codes of the smallest and the largest number of a row. Which values can a float16 have?",
+    ),
+    "zero-too-large": (
+        30,
+        "If a range is small beside its numbers, the zero is too large for float16",
+        "Which is the largest float16? Print the zeros of a row from 299.99 to 300.01.",
+    ),
+    "codes-signed": (
+        40,
+        "Codes above 127 come back as negative numbers",
+        "Which numbers can torch.int8 store, and which torch.uint8?",
+    ),
+    "one-scale": (
+        30,
+        "All rows share one scale: rows of small numbers are lost",
+        "Over which axes do you take the smallest and the largest number? Print the shape of the result.",
+    ),
+    "scale-on-wrong-axis": (
+        30,
+        "A scale is that of a column, not of a row",
+        "x is (..., count, length). Which axis has the numbers that share a scale?",
+    ),
+    "range-around-zero": (
+        20,
+        "The range is taken to be symmetric: codes are lost for numbers that do not occur",
+        "Print the smallest and the largest code of a row from 4 to 5. Which codes are never used?",
+    ),
+    "rounded-down": (
+        20,
+        "Codes are rounded down: errors are up to a whole step, and all of one sign",
+        "Print the mean of the errors and the largest one, in scales.",
+    ),
+    "codes-wrap": (
+        40,
+        "The largest number of a row gets the code 256, which a byte stores as 0",
+        "What does torch.tensor(256.0).to(torch.uint8) return? Print your codes before that step.",
+    ),
+    "too-many-levels": (
+        15,
+        "The range has 256 steps: between 256 codes there are 255",
+        "How many steps are there from code 0 to code 255?",
+    ),
+    "half-the-levels": (
+        15,
+        "The range has 127 or 128 steps: half of the codes are not used",
+        "Print the largest code of each row. How many codes can a byte store?",
+    ),
+    "scale-before-rounding": (
+        15,
+        "Codes are made by the scale before it was rounded, not by the stored one",
+        "Compare wide_scales(short_scales(scale)) with scale. By which one does dequantize multiply?",
+    ),
+    "divided-by-zero": (
+        30,
+        "Rows of equal numbers come back as something else: their range is 0",
+        "Quantize rows of 0 and rows of 300. What is their range, and what do you divide by?",
+    ),
+    "computed-in-16-bits": (
+        15,
+        "Codes of bfloat16 numbers are computed in bfloat16, which has 8 bits itself",
+        "Print the dtype of each tensor in quantize for an x in bfloat16.",
+    ),
+    "codes-not-bytes": (
+        15,
+        "Codes take more than a byte each",
+        "Print codes.dtype and codes.element_size().",
+    ),
+    "scale-not-stored": (
+        40,
+        "Scales are returned as floating-point numbers, where the cache stores int16",
+        "Which function does TASK.md name that stores scales? Print the dtype of what you return.",
+    ),
 }
-ALSO = (("divided-by-zero", "at-least-1e-8"),)  # 300 / 1e-8 is too large for the zero
+ALSO = (
+    ("divided-by-zero", "at-least-1e-8"),  # 300 / 1e-8 is too large for the zero
+    ("scale-before-rounding", "with-a-margin"),  # a larger scale may be rounded by more
+)
 
 
 def trials() -> Iterator[tuple[str, Any]]:
@@ -126,16 +201,18 @@ def install(*wrong: str) -> None:
         if "zero-too-large" in wrong:
             scale = scale.where(scale != 0, 1)
         elif "divided-by-zero" not in wrong:
-            scale = torch.maximum(scale, torch.maximum(high.abs(), low.abs()) * 2**-15)
+            least = torch.maximum(high.abs(), low.abs()) * 2**-15
+            scale = scale + least if "with-a-margin" in wrong else torch.maximum(scale, least)
         elif "at-least-1e-8" in wrong:
             scale = scale.clamp(min=1e-8)
         stored = scale if floats else home.short_scales(scale)
         step = scale if floats or "scale-before-rounding" in wrong else home.wide_scales(stored).to(scale.dtype)
         step = step if "divided-by-zero" in wrong else step.where(step != 0, 1)
         zero = (low + high) / 2 / step - 127.5 if "zero-in-the-middle" in wrong else low / step
-        zero = zero.round() if "zero-rounded" in wrong else zero
+        exact, zero = zero, zero.round() if "zero-rounded" in wrong else zero
         zero = (zero * ("zero-missing" not in wrong)).half()
-        codes = rows / step[..., None] - zero.to(rows.dtype)[..., None]
+        chosen = exact if "zero-before-it-is-stored" in wrong else zero
+        codes = rows / step[..., None] - chosen.to(rows.dtype)[..., None]
         codes = codes.floor() if "rounded-down" in wrong else codes.round()
         codes = codes % 256 if "codes-wrap" in wrong else codes.clamp(0, min(levels, 255))
         codes = (codes.transpose(-3, -1) if across else codes).flatten(-2)

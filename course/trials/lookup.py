@@ -8,21 +8,78 @@ MISTAKES = {
     "nothing-found": (
         40,
         "Nothing is guessed: the newest tokens are found at the end of the text, and nothing follows",
+        "The newest tokens stand at the end of the text, too. Which occurrences can be continued?",
     ),
-    "ngram-repeated": (40, "The guess begins with the tokens that were looked up, not behind them"),
-    "begins-late": (30, "The guess leaves out the first token behind the occurrence"),
-    "begins-early": (30, "The guess begins with the last token of the occurrence"),
-    "text-changed": (30, "The guess is appended to `ids` itself, which is the text"),
-    "later-unseen": (30, "Tokens that came after the first call are not looked up"),
-    "one-a-call": (20, "A call adds one token's n-grams to the table, where a step may have added several tokens"),
-    "texts-shared": (30, "A guess depends on another text: all objects share a table"),
-    "first-occurrence": (20, "Of several occurrences the first one counts, not the last"),
-    "shorter-match": (20, "A match of two tokens counts, although there is one of three"),
-    "long-only": (20, "Two tokens that occurred before are not found"),
-    "single-token": (20, "A single token is looked up, too"),
-    "overlap-missed": (15, "An occurrence that overlaps the newest tokens is not found"),
-    "count-ignored": (20, "The guess is all that follows, however many tokens were asked for"),
-    "ends-with-text": (15, "The guess ends with the text, where it should continue into itself"),
+    "ngram-repeated": (
+        40,
+        "The guess begins with the tokens that were looked up, not behind them",
+        "Which token do you expect behind 1 2 3 4 1 2 3? Print the guess.",
+    ),
+    "begins-late": (
+        30,
+        "The guess leaves out the first token behind the occurrence",
+        "Which token do you expect behind 1 2 3 4 1 2 3? Print the guess.",
+    ),
+    "begins-early": (
+        30,
+        "The guess begins with the last token of the occurrence",
+        "Which token do you expect behind 1 2 3 4 1 2 3? Print the guess.",
+    ),
+    "text-changed": (
+        30,
+        "The guess is appended to `ids` itself, which is the text",
+        "Print `ids` before and after a call. Which of your lines change a list in place?",
+    ),
+    "later-unseen": (
+        30,
+        "Tokens that came after the first call are not looked up",
+        "The next call has more tokens. When does your table get them?",
+    ),
+    "one-a-call": (
+        20,
+        "A call adds one token's n-grams to the table, where a step may have added several tokens",
+        "How many tokens can a step add when a guess was right? How many does your table get?",
+    ),
+    "texts-shared": (
+        30,
+        "A guess depends on another text: all objects share a table",
+        "Make two objects and give each its own text. Where is your table stored?",
+    ),
+    "first-occurrence": (
+        20,
+        "Of several occurrences the first one counts, not the last",
+        "1 2 3 occurs twice before the end of 1 2 3 7 1 2 3 8 1 2 3. Which one counts in TASK.md?",
+    ),
+    "shorter-match": (
+        20,
+        "A match of two tokens counts, although there is one of three",
+        "Which length do you look up first, and when do you look up the other?",
+    ),
+    "long-only": (
+        20,
+        "Two tokens that occurred before are not found",
+        "What do you return if the newest three tokens did not occur before? Print NGRAMS.",
+    ),
+    "single-token": (
+        20,
+        "A single token is looked up, too",
+        "How many tokens must occur again for a guess? Print NGRAMS.",
+    ),
+    "overlap-missed": (
+        15,
+        "An occurrence that overlaps the newest tokens is not found",
+        "Where does 5 5 5 occur in 8 9 5 5 5 5, before the end of the text?",
+    ),
+    "count-ignored": (
+        20,
+        "The guess is all that follows, however many tokens were asked for",
+        "Compare len(guess) with `count`.",
+    ),
+    "ends-with-text": (
+        15,
+        "The guess ends with the text, where it should continue into itself",
+        "TASK.md has an example: what follows the third token of that guess?",
+    ),
 }
 ASKED: tuple[tuple[Sequence[int], int], ...] = (
     ([7, 1, 2, 3, 4, 5, 6, 1, 2, 3], 2),  # occurred once before: three tokens, two, none, one

@@ -6,21 +6,66 @@ from typing import Any
 
 NEAR = 1e-6
 MISTAKES = {
-    "all-fed-again": (40, "The whole text is fed again: right, but nothing is saved"),
-    "one-more-fed": (20, "One token more than needed is fed again"),
-    "one-skipped": (40, "The first token that is not cached is not fed"),
-    "newest-not-fed": (40, "When all of the text is cached nothing is fed, and no call returns the logits behind it"),
-    "logits-not-dropped": (30, "After the text was cut, the logits are still those behind the old text"),
-    "old-keys-used": (40, "After the text was cut, the old tokens still count as cached: their keys are used"),
-    "cut-too-late": (40, "One token behind the cut stays"),
-    "text-not-cut": (30, "The cut removes nothing from the text"),
-    "kind-not-asked": (20, "The cache is not asked whether it can go back: some kinds have dropped or rounded keys"),
+    "all-fed-again": (
+        40,
+        "The whole text is fed again: right, but nothing is saved",
+        "How many tokens of the text are cached before it grows by one? Print what `_begin` returns.",
+    ),
+    "one-more-fed": (
+        20,
+        "One token more than needed is fed again",
+        "Positions count from 0. If 5 tokens are cached, which position has the next one?",
+    ),
+    "one-skipped": (
+        40,
+        "The first token that is not cached is not fed",
+        "Positions count from 0. If 5 tokens are cached, which position has the next one?",
+    ),
+    "newest-not-fed": (
+        40,
+        "When all of the text is cached nothing is fed, and no call returns the logits behind it",
+        "Which call returns the logits behind the text, and which token must it be fed?",
+    ),
+    "logits-not-dropped": (
+        30,
+        "After the text was cut, the logits are still those behind the old text",
+        "Which fields of the session describe the text as it was before the cut?",
+    ),
+    "old-keys-used": (
+        40,
+        "After the text was cut, the old tokens still count as cached: their keys are used",
+        "After the cut, how many of the tokens of the text are cached? Which field has that number?",
+    ),
+    "cut-too-late": (
+        40,
+        "One token behind the cut stays",
+        "A text is cut at position 3. How many tokens remain, and which position has the last one?",
+    ),
+    "text-not-cut": (
+        30,
+        "The cut removes nothing from the text",
+        "Print `session.tokens` before `rewind` and after it.",
+    ),
+    "kind-not-asked": (
+        20,
+        "The cache is not asked whether it can go back: some kinds have dropped or rounded keys",
+        "Cut a text of 70 tokens at 50 with the kind int8. Which keys can that cache still return?",
+    ),
     "start-not-searched": (
         15,
         "If a cache cannot go back to the cut, all is fed again: it may go back to a start before",
+        "Read `Cache.last_start`. Compare what it returns with the position that you return.",
     ),
-    "memory-not-freed": (10, "A text that is fed from its beginning keeps the memory of the text before it"),
-    "not-recorded": (15, "Fields are not set before the text is fed: after a call that failed they are wrong"),
+    "memory-not-freed": (
+        10,
+        "A text that is fed from its beginning keeps the memory of the text before it",
+        "Print `session.nbytes` after a long text, and after a short one that replaces it.",
+    ),
+    "not-recorded": (
+        15,
+        "Fields are not set before the text is fed: after a call that failed they are wrong",
+        "If the call of the model fails, which fields have been set by then? What does the next call read?",
+    ),
 }
 ALSO = tuple(("not-recorded", name) for name in ("_cached_len", "_logits", "_written"))  # one of them, not all
 MANY = [n % 29 for n in range(70)]
