@@ -268,6 +268,22 @@ def test_the_five_minutes_count_bytes_as_their_formula_does() -> None:
         assert math.prod(map(int, formula.split(" x "))) == int(nbytes.replace(",", "")), formula
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_the_branch_and_the_line_of_a_page_are_those_of_the_sources(page: str) -> None:
+    """In a snippet, `...` stands for the end of a line or for whole lines. Comments are the page's own."""
+
+    def pattern_of(line: str) -> str:
+        code = re.escape(line.partition("  #")[0].strip())
+        return r"(?:.*\n)*?" if code == r"\.\.\." else f" *{code}\n".replace(r"\.\.\.", ".*")
+
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = re.findall(r"^    # [\w.]+ in (llama/\w+\.py): .*\n((?:    (?!#).*\n)+)", text, flags=re.MULTILINE)
+    assert [file for file, _ in shown] == ["llama/model.py", "llama/generation.py"]
+    for file, snippet in shown:
+        pattern = "^" + "".join(pattern_of(line[4:]) for line in snippet.splitlines())
+        assert re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE), snippet
+
+
 def test_the_readme_fits_on_few_screens() -> None:
     assert len(README.splitlines()) <= 220
 
