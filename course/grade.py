@@ -24,8 +24,7 @@ from llama.host.files import check_writable, replace_file
 from llama.untrusted.words import printable
 
 FULL = 100
-ROWS = 6  # of the table of a report
-ROW = re.compile(r"^\|\s*\d+\s*\|\s*(on|off)\s*\|\s*[\d.,]+\s*\|\s*[\d.,]+\s*\|", flags=re.MULTILINE)
+ROW = re.compile(r"^\| *(\d+) *\| *(on|off) *\| *([\d.,]*) *\| *([\d.,]*) *\|", flags=re.MULTILINE)
 TEXT_LIMIT = 1_000_000  # characters
 
 
@@ -53,15 +52,17 @@ def grade(
     if outcome.facts is None:
         return Grade(str(submission), 0, reason=outcome.reason, printed=outcome.printed)
     findings = exercise.explain(outcome.facts, right)
-    if report and (rows := filled_rows(submission / "report.md")) < ROWS:
-        findings.append(Finding("report-missing", f"{rows} of {ROWS} rows are filled in"))
+    if report and (empty := empty_rows(submission / "report.md")):
+        findings.append(Finding("report-missing", f"rows without a time or a peak: {'; '.join(empty)}"))
     lost = sum(exercise.mistakes[finding.name].points for finding in findings)
     return Grade(str(submission), max(FULL - lost, 0), tuple(findings), printed=outcome.printed, exercise=exercise)
 
 
-def filled_rows(report: Path) -> int:
-    """Return the number of rows with a time and a peak in the table of a report; 0 if there is no such file."""
-    return len(ROW.findall(_beginning(report)))
+def empty_rows(report: Path) -> list[str]:
+    """Return the names of the task's rows without a time or a peak in the table of a report, which may be missing."""
+    filled = {(batch, cache) for batch, cache, *numbers in ROW.findall(_beginning(report)) if all(numbers)}
+    task = ROW.findall(_beginning(ROOT / "course" / "kit" / "report.md"))
+    return [f"batch {batch}, cache {cache}" for batch, cache, *_ in task if (batch, cache) not in filled]
 
 
 def _beginning(path: Path) -> str:

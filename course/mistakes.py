@@ -121,7 +121,8 @@ unknown 30 What was observed is not right, and the grader has no name for its ca
     Try yourself what was observed, and find the first number that differs.
 # the report
 report-missing 20 report.md is not there, or its table is not filled in
-    python benchmark_inference.py --preset table measures, and python fill_report.py writes the table.
+    python benchmark_inference.py --preset table measures, with --resume --budget 0 also what a budget left out. Then
+    python fill_report.py writes the table.
 """
 
 
