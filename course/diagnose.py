@@ -417,7 +417,8 @@ def _apart(ours: Any, wanted: Any) -> float:
         pairs = zip(ours, wanted, strict=True) if isinstance(ours, list) and len(ours) == len(wanted) else None
         return math.inf if pairs is None else max((_apart(a, b) for a, b in pairs), default=0.0)
     if isinstance(ours, int | float) and isinstance(wanted, int | float):
-        return abs(ours - wanted) / max(1, abs(ours), abs(wanted))
+        apart = abs(ours - wanted) / max(1, abs(ours), abs(wanted))
+        return math.inf if math.isnan(apart) else apart
     return 0.0 if ours == wanted else math.inf
 
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NEAR = 0.25  # a scale is stored in 9 bits and may be chosen in other ways: 0.5 and 0.7 steps are the same
-# The smallest number is code 0, or the middle of the range is code 127.5; codes are made from the zero as it is stored,
-# or from the one before it is rounded to float16, which adds up to half a step at 1024 steps from 0.
+# The smallest number is code 0, or the middle of the range is code 127.5. Codes are made from the zero as it is stored,
+# or before it is rounded to float16. A zero between 1024 and 2048 is rounded by up to half a step.
 FORMS = tuple(
     (*middle, *exact) for middle in ((), ("zero-in-the-middle",)) for exact in ((), ("zero-before-it-is-stored",))
 )

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import shlex
 import shutil
@@ -225,7 +226,10 @@ def test_an_error_in_the_trials_of_the_answer_ends_the_grading(monkeypatch: pyte
 def test_numbers_of_a_submission_may_be_of_any_type_and_size() -> None:
     assert [plain(numpy.int64(3)), plain(torch.tensor(3)), plain(torch.tensor([3, 4]))] == [3, 3, "tensor([3, 4])"]
     right = {"trials": {"the number": 0.5}, "near": 0.0, "versions": []}
-    assert [found.name for found in explain({"trials": {"the number": 10**400}}, right)] == ["unknown"]
+    for number in (10**400, math.nan, math.inf):
+        assert [found.name for found in explain({"trials": {"the number": number}}, right)] == ["unknown"]
+    right = {"trials": {"the numbers": [0.5, 0.5]}, "near": 0.25, "versions": []}
+    assert [found.name for found in explain({"trials": {"the numbers": [0.5, math.nan]}}, right)] == ["unknown"]
 
 
 def test_an_exercise_that_is_not_known_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
