@@ -124,7 +124,7 @@ MAY_IMPORT = {
         "bench.cell bench.schema bench.statistics bench.report costs host.files host.palette untrusted",
         "",
     ),
-    "llama/bench/sweep.py": ("api bench costs host.files quality.ruler", ""),
+    "llama/bench/sweep.py": ("api bench costs host quality.ruler", ""),
     "llama/bench/": ("args bench costs host kv_cache tokenizer", ""),
     # commands
     "llama/cli/__init__.py": ("host.console host.cores", "fire"),

@@ -1,5 +1,6 @@
 """The files of a release agree with the package and with the README."""
 
+import os
 import re
 import runpy
 import sys
@@ -13,7 +14,7 @@ import pytest
 from tables import table
 
 from llama import __version__
-from llama.host.version import code_digest
+from llama.host.version import WHOLE, code_digest, content_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -131,3 +132,14 @@ def test_the_digest_of_the_code_changes_with_each_name_and_content(
         (tmp_path / name).unlink()
     assert len({*made, without}) == 5
     assert (made[0], without) == (made[-1], made[-2])
+
+
+def test_the_digest_of_files_changes_with_their_content_and_of_large_ones_with_any_block(tmp_path: Path) -> None:
+    file, made = tmp_path / "weights", [content_digest(tmp_path)]
+    for size, fill in ((3, b"a"), (3, b"b"), (4, b"b"), (WHOLE + 9, b"a"), (WHOLE + 9, b"b"), (3, b"a")):
+        file.write_bytes(fill * size)
+        made.append(content_digest(tmp_path))
+    assert len(set(made)) == 6
+    os.mkfifo(tmp_path / "pipe")
+    assert content_digest(tmp_path) == made[1] == made[-1] != content_digest(file)
+    assert content_digest(tmp_path / "pipe") == content_digest(tmp_path / "pipe")  # which no process writes

@@ -50,8 +50,8 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind"; `engine` one of `llama.bench.run.models.ENGINES`, or "file.py:class".
     `text` replaces the random ids of every row; `input_len` is then its count of tokens. `ranks` processes share the
-    model. `quantize`, `activations` and `repack` are those of `llama.load`; `speculate` is that of `generate`. Raises
-    ValueError.
+    model. `quantize`, `activations` and `repack` are those of `llama.load`; `speculate` is that of `generate`. `code`
+    is a digest of the user's files that define the kind and the engine; None if none does. Raises ValueError.
     """
 
     batch_size: int = 1
@@ -75,6 +75,7 @@ class Cell:
     text: str | None = None
     seed: int = 1
     ranks: int = 1
+    code: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "input_len", "output_len", "ranks"):
@@ -134,7 +135,7 @@ class Cell:
     @property
     def workload(self) -> "Cell":
         """The same cell on the plain path with unrounded weights: identifies the workload, whatever the engine."""
-        return self.but(**read_engine("llama"))
+        return self.but(**read_engine("llama"), code=None)
 
     @property
     def other(self) -> "Cell":

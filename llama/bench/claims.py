@@ -6,6 +6,7 @@
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import eq, ge, gt, le, lt
 from pathlib import Path
 from statistics import fmean, median
@@ -59,7 +60,7 @@ class Claim:
         given = (self.rule[name] for name in ("of", "minus", "over") if name in self.rule)
         return [{"figure": self.rule["figure"], **side} for side in given]
 
-    @property
+    @cached_property
     def points(self) -> list[Point]:
         """The cells that decide it."""
         plan = self.plan or {**QUALITY, "kinds": [side["kind"] for side in self.sides]}

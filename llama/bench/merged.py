@@ -133,10 +133,10 @@ def _with_ratios(report: Report) -> list[str]:
     full: dict[tuple[Any, ...], list[Row]] = {}
     for row in _comparable(report):
         if cell_of(report, row).kv_cache == FULL and cell_of(report, row).kv_caching:
-            full.setdefault(_key(report, row), []).append(row)
+            full.setdefault(_key(report, row, code=None), []).append(row)
     why = []
     for row in _comparable(report):
-        others = full.get(_key(report, row, kv_cache=FULL, kv_caching=True), [])
+        others = full.get(_key(report, row, kv_cache=FULL, kv_caching=True, code=None), [])
         for name, timed in (("time_of_full", True), ("of_full", False)):
             if (value := _value(row, timed=timed)) is None or not others:
                 continue

@@ -7,6 +7,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from llama.args import ModelArgs
@@ -15,12 +16,13 @@ from llama.bench.run.cache_kind import OWN_TEXT, STEPS, text_ids
 from llama.bench.run.conversation import turns_of
 from llama.bench.run.engines import Source
 from llama.bench.run.memory_ledger import check_length
-from llama.bench.run.models import check_cell, engine_class, find_model, has_rounded_weights
+from llama.bench.run.models import check_cell, engine_class, find_model, has_rounded_weights, read_by, with_code
 from llama.bench.run.step_times import ENOUGH, context_lengths
 from llama.bench.run.tasks import plan_tasks
 from llama.bench.schema import Report, measured_rows, new_report
 from llama.bench.texts import read_dialog
 from llama.costs import RELEASED, forwards
+from llama.host.version import content_digest
 from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.window import DEFAULT_SINKS
 from llama.tokenizer import Tokenizer
@@ -143,12 +145,15 @@ def plan_report(
         plan["tasks"] = plan_tasks(source, tasks, plan["contexts"], samples, base.seed)
     else:
         cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
+    cells = [with_code(cell) for cell in cells]
     for cell in cells:
         check_cell(cell)
         if cell.from_file != base.from_file:
             find_model(cell)  # raises ValueError if there is no such file
         if preset in ("table", "report"):
             check_length(cell, source.args)
+    files = [name for name in (text, *tasks) if name is not None and Path(name).is_file()]
+    plan["inputs"] = content_digest(*read_by(base, *files))
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
 
 

@@ -11,6 +11,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import groupby, product
 from math import inf
 from pathlib import Path
@@ -24,12 +25,13 @@ from llama.bench.presets import AMOUNTS, FEWEST, Calibration, Job, kind_groups, 
 from llama.bench.report.files import write_json
 from llama.bench.run.directory import read_report
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.run.models import find_model, make_cell
+from llama.bench.run.models import find_model, make_cell, read_by, with_code
 from llama.bench.run.tasks import IN_FILE
 from llama.bench.schema import Report, cell_row, new_report
 from llama.bench.single import measure_cell
 from llama.costs import RELEASED
 from llama.host.files import lock_file
+from llama.host.version import code_digest, content_digest
 from llama.quality.ruler import TASKS
 
 GENERATE, OFF = "generate", "off"  # the task of a single cell; the kind that stands for no cache
@@ -43,11 +45,15 @@ SETTINGS: dict[str, type] = {
     **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "tokenizer_path"), str),
 }
 OF_TASK = ("repeats", "samples", "greedy_tokens", "compare")  # settings that are no fields of a cell
+OLD = "old"  # the folder of superseded results, which no report reads
 LOOK_EVERY = 1.0  # seconds, at a lock that another process has
 
 
 class Point(NamedTuple):
-    """What decides one cell of a sweep. Points that differ in the kind alone are a group."""
+    """What decides one cell of a sweep. Points that differ in the kind alone are a group.
+
+    inputs: a digest of the library's code and of all files that the cell reads, as they were when it was planned.
+    """
 
     model: str
     task: str
@@ -55,15 +61,21 @@ class Point(NamedTuple):
     batch: int
     kind: str
     settings: tuple[tuple[str, Any], ...] = ()
+    inputs: str = ""
+
+    @property
+    def asked(self) -> str:
+        """A digest of what the plan asks for, which is the same on every machine."""
+        return hashlib.blake2b(json.dumps(self[:-1]).encode(), digest_size=8).hexdigest()
 
     @property
     def id(self) -> str:
-        """A digest of the point, which is the same on every machine."""
-        return hashlib.blake2b(json.dumps(self).encode(), digest_size=8).hexdigest()
+        """The name of the cell's file: what the plan asks for, and what its files are."""
+        return f"{self.asked}-{self.inputs}"
 
     @property
     def group(self) -> "Point":
-        return self._replace(kind="")
+        return self._replace(kind="", inputs="")
 
     def cell(self) -> Cell:
         """Return the cell to measure. Raises ValueError if it cannot be measured."""
@@ -107,7 +119,17 @@ def points_of(plan: Mapping[str, Any]) -> list[Point]:
             points.append(Point(model, task, 1 if task.endswith(IN_FILE) else context, 1, kind, settings))
     if not points:
         raise ValueError(f"the plan has no cell: no task of {', '.join(axes['tasks'])} measures the kind {OFF}")
-    return list(dict.fromkeys(points))
+    library, read = code_digest(), cache(content_digest)  # each file once
+    return [point._replace(inputs=inputs_of(point, library, read)) for point in dict.fromkeys(points)]
+
+
+def inputs_of(point: Point, library: str, read: Callable[[str], str]) -> str:
+    """Return the digest of the library's code and of the files that a cell reads, each of which `read` digests."""
+    known = Cell(model=point.model, tokenizer_path=dict(point.settings).get("tokenizer_path"))
+    code = None if point.kind == OFF else with_code(known.but(kv_cache=point.kind)).code
+    files = read_by(known, *([point.task] if point.task.endswith(IN_FILE) else []))
+    words = json.dumps([library, code, *map(read, files)])
+    return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
 
 def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
@@ -154,6 +176,11 @@ def file_of(folder: Path, point: Point) -> Path:
     return folder / f"{point.id}.json"
 
 
+def superseded(folder: Path, point: Point) -> list[Path]:
+    """Return the results of a cell that other code or other contents of its files have made."""
+    return [path for path in folder.glob(f"{point.asked}*.json") if path != file_of(folder, point)]
+
+
 def error_of(folder: Path, point: Point) -> str | None:
     """Return why a cell has no figures: refused, died, or not measured yet."""
     report = read_report(file_of(folder, point))
@@ -172,13 +199,17 @@ def measure_points(
 ) -> Iterator[Point]:
     """Measure every cell that is not done, and yield each point as soon as its file is there.
 
-    A process that finds a group in use waits until the other one has ended, in any way. Raises OSError for the folder.
+    A process that finds a group in use waits until the other one has ended, in any way. Results that the new one
+    supersedes are moved into OLD. Raises OSError for the folder.
     """
     for group, cells in groupby(points, key=lambda point: point.group):
         with _locked(folder / "locks" / group.id, waiting):
             for point in cells:
                 if not is_done(folder, point):
                     write_json(measure(point, command=command, waiting=waiting), file_of(folder, point))
+                for path in superseded(folder, point):
+                    (folder / OLD).mkdir(exist_ok=True)
+                    path.replace(folder / OLD / path.name)
                 yield point
 
 
@@ -213,6 +244,8 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
         kind = {"kv_caching": False} if point.kind == OFF else {"kv_cache": point.kind}
         report = new_report("cell", [known.but(**kind)], command=command)
         cell_row(report, 0)["error"] = f"{'died' if isinstance(why, OtherSetup) else 'refused'}: {why}"
+    if point.inputs not in ("", inputs_of(point, code_digest(), content_digest)):
+        cell_row(report, 0)["error"] = "died: the code, or a file that the cell reads, was edited during the run"
     report["plan"] = {**report["plan"], "sweep": point._asdict()}
     return report
 

@@ -114,7 +114,7 @@ def _samples(report: Report) -> dict[tuple[Any, ...], tuple[Row, list[float]]]:
 def _identity(report: Report, row: Row) -> tuple[Any, ...]:
     """Return the row's cell without what `differences` compares, the row's keys, and their name."""
     keys = {name: row.get(name) for name in KEYS[row["figures"]]}
-    cell = cell_of(report, row).but(model="", tokenizer_path=None, device="", dtype="fp32", threads=None)
+    cell = cell_of(report, row).but(model="", tokenizer_path=None, device="", dtype="fp32", threads=None, code=None)
     cell = cell.but(**{name: keys.pop(name) for name in vars(cell).keys() & keys})
     sizes = [f"{cell.input_len} + {cell.output_len} tokens"] if row["figures"] == "cell" else []
     name = ", ".join([row["figures"], cell.name, *sizes, *(f"{key} {value}" for key, value in keys.items())])
@@ -135,6 +135,7 @@ def differences(a: Report, b: Report) -> list[str]:
         facts = {f"model {name}": model[name] for name in model if name not in ("kv_cache", "kv_caching")}
         facts |= {name: report["environment"].get(name) for name in FACTS}
         facts |= {name: sorted({cell[name] for cell in report["cells"]}) for name in ("device", "dtype")}
+        facts["code of the kinds and engines"] = sorted({str(cell.get("code")) for cell in report["cells"]})
         return {"preset": report["preset"], "text": report["plan"].get("text"), **facts}
 
     one, other = setup(a), setup(b)

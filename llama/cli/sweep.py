@@ -80,8 +80,12 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
 def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
     """Measure the cells that are not done, with a progress bar; return the exit code of all, done before or now."""
     from llama.bench.run.directory import read_report
-    from llama.bench.sweep import file_of, measure_points
+    from llama.bench.sweep import OLD, file_of, is_done, measure_points, superseded
 
+    again = sum(bool(superseded(folder, point)) for point in points if not is_done(folder, point))
+    if again:
+        changed = "the code or files that they read have changed"
+        console.note(f"{again} cells are measured again: {changed}; {folder / OLD} keeps their old results")
     done = 0
     try:
         with progress_bar("cells", total=len(points), unit="cell") as bar:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama.host.cgroups import ROOT, folders_of, kernel_text, own_groups
-from llama.host.version import __version__
+from llama.host.version import __version__, code_digest
 from llama.ops import HAS_ONEDNN, linear, onednn_linear
 
 # The names of dtypes in flags, reports and certificates.
@@ -60,8 +60,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Return the facts that belong to a measured number, ready for JSON.
 
     `machine` identifies the machine without naming it: a digest of its name in Slurm or in its network. `llama_kv` is
-    the version of this package. `threads` is the count that PyTorch uses now. `commit` is that of the
-    checkout that the package runs from, `dirty` whether the package differs from it; both are None without a checkout.
+    the version of this package, and `code` a digest of its code. `threads` is the count that PyTorch uses now. `commit`
+    is that of the checkout that the package runs from, `dirty` whether the package differs from it; both are None
+    without a checkout.
     `peers` are installed versions; importing the packages would change what is measured.
     """
     name = os.environ.get("SLURMD_NODENAME") or platform.node()
@@ -70,6 +71,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "llama_kv": __version__,
+        "code": code_digest(),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -297,5 +297,5 @@ def fingerprint_of(model: Any, tokenizer: Any, kv_cache: str | None, day: str | 
     runner = model.runner
     if not model.exact and (runner is None or runner.exact is None):
         return None
-    facts = text_origin(model, tokenizer, day) | {"kv_cache": kv_cache or model.args.kv_cache}
+    facts = text_origin(model, tokenizer, day, kv_cache)
     return f"fp_{digest_of_text(json.dumps(facts))}"

@@ -5,6 +5,7 @@ Does not know sessions or files.
 
 import json
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from llama.args import SETTINGS
-from llama.host.version import __version__, code_digest
+from llama.host.version import __version__, code_digest, content_digest
+from llama.kv_cache import KVCache
+from llama.kv_cache.names import kinds_named
 from llama.ops import linear
 from llama.sessions.digest import Digest, digest_of, digest_of_text
 from llama.streaming import TextCodec
@@ -43,13 +46,16 @@ def origin(model: Switches) -> dict[str, Any]:
     }
 
 
-def text_origin(model: Switches, tokenizer: TextCodec, day: str | None) -> dict[str, Any]:
-    """Return what decides the texts of a model, except requests and the kind of cache, as JSON values.
+def text_origin(model: Switches, tokenizer: TextCodec, day: str | None, kv_cache: str | None = None) -> dict[str, Any]:
+    """Return what decides the texts of a model, except requests, as JSON values.
 
-    day: the date that the chat template prints; None if it prints none.
+    day: the date that the chat template prints; None if it prints none. kv_cache: by default the model's kind.
     """
+    kind = kv_cache or model.kv_cache
     return {
         **origin(model),
+        "kv_cache": kind,
+        "own_code": own_code(*kind_classes(kind)),
         "execution": str(model.execution),
         "code": model.runner and model.runner.code,
         "weights": weights_digest(model),
@@ -72,6 +78,22 @@ def check_origin(model: Switches, saved: Mapping[str, Any]) -> None:
                 f"it was saved with another model or mode: {printable(name, 40)} was {then!r:.120}, and is "
                 f"{value!r:.120} here; {_REMEDIES.get(name, 'load the model that it was saved with')}"
             )
+
+
+def kind_classes(kv_cache: str) -> list[type]:
+    """Return the class of each KIND of a cache's name, whose files have run."""
+    return [KVCache.named(kind) for kind, _ in kinds_named(kv_cache)]
+
+
+def own_code(*classes: type) -> str | None:
+    """Return a digest of the user's files that define the classes and their bases, as they are now; None without one.
+
+    Other modules that such a file imports do not count.
+    """
+    modules = dict.fromkeys(base.__module__ for one in classes for base in one.__mro__)
+    own = [name for name in modules if name.partition(".")[0] not in {"llama", "torch", *sys.stdlib_module_names}]
+    files = [file for name in own if (file := getattr(sys.modules[name], "__file__", None)) is not None]
+    return content_digest(*files) if files else None
 
 
 def weights_digest(model: Switches) -> str:

@@ -22,6 +22,7 @@ from llama.bench.run.cache_kind import STEPS, greedy_divergence
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.kind_validity import CHECKS
+from llama.bench.run.models import find_model
 from llama.bench.schema import Report, Row, cell_row, measured_rows, rows_of
 from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
@@ -340,6 +341,27 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     assert resumed_run(tmp_path / "out", report)[1]["plan"] == report["plan"]
     with pytest.raises(ValueError, match="nothing to resume"):
         resumed_run(tmp_path / "out", plan_report("caches", base, engines=[], kinds=["int8"], budget=60))
+
+
+def test_a_run_does_not_resume_with_a_text_or_a_kind_that_was_edited(base: Cell, tmp_path: Path) -> None:
+    (text := tmp_path / "own.txt").write_text("a pear. " * 300)
+    own = "from llama.kv_cache.concat import ConcatCache\nclass Mine(ConcatCache, kind='edited'): ratio = "
+    (kind := tmp_path / "mine.py").write_text(f"{own}1")
+
+    def planned() -> Report:
+        return plan_report("caches", base, engines=[], kinds=[f"{kind}:edited"], budget=60, text=str(text))
+
+    _, begun = new_run(tmp_path / "out", planned())
+    for path, content in ((text, "a pair. " * 300), (kind, f"{own}2")):
+        before = path.read_text()
+        path.write_text(content)
+        with pytest.raises(ValueError, match="nothing to resume"):
+            resumed_run(tmp_path / "out", planned())
+        path.write_text(before)
+    assert resumed_run(tmp_path / "out", planned())[1]["cells"] == begun["cells"]
+    kind.write_text(f"{own}2")
+    with pytest.raises(RuntimeError, match=r"the file of .*mine.py:edited was edited during the run"):
+        find_model(Cell(**begun["cells"][1]))
 
 
 def test_a_text_of_twice_the_fewest_tokens_is_enough(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_no_ratio_is_formed_of_30_wrong_pairs() -> None:
         words = f"because these differ: {name}"
         if ratios(report, "cell", "int8") != [None, None] or words not in str(report["reading"]):
             formed.append(name)
-    assert FIELDS.keys() | {"kv_cache", "kv_caching"} == Cell().as_json().keys()
+    assert FIELDS.keys() | {"kv_cache", "kv_caching", "code"} == Cell().as_json().keys()
     for name, value in FIELDS.items():
         static, int8 = report_of(STATIC), report_of(INT8)
         static["cells"][0][name] = value
@@ -92,6 +92,15 @@ def test_no_ratio_is_formed_of_30_wrong_pairs() -> None:
             formed.append(f"digests {digests}")
     assert formed == []
     assert len(facts) + len(FIELDS) + 5 >= 30
+
+
+def test_two_contents_of_the_file_of_a_kind_are_two_rows_that_the_table_tells_apart() -> None:
+    mine = [report_of(INT8._replace(kind="mine.py:int8")) for _ in range(2)]
+    for one, code in zip(mine, ("aa", "bb"), strict=True):
+        one["cells"][0]["code"] = code
+    report = merged([report_of(STATIC), *mine])
+    assert [row.get("time_of_full") is not None for row in rows_of(report, "cell")] == [True] * 3
+    assert [f"| {code} |" in report_markdown(report) for code in ("none", "aa", "bb")] == [True] * 3
 
 
 def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -> None:

@@ -84,15 +84,65 @@ def test_a_plan_is_the_product_of_its_lists_without_what_a_task_cannot_measure()
     assert len(points) == 2 * (2 * 2 * 3 + 2 * 2)  # `quality` has one row, and no kind `off`
     assert {point.batch for point in points if point.task == "quality"} == {1}
     assert {point.settings for point in points} == {(("repeats", 3),)}
-    assert read_plan("") == [Point("demo", "generate", 256, 1, kind) for kind in ("off", "static")]
+    assert [point._replace(inputs="") for point in read_plan("")] == [
+        Point("demo", "generate", 256, 1, kind) for kind in ("off", "static")
+    ]
 
 
 def test_an_id_depends_on_all_of_a_point_and_on_nothing_else() -> None:
     """The digest is spelled out, because another one would measure all cells of every sweep again."""
-    point = Point("demo", "generate", 256, 1, "int8", (("repeats", 3),))
-    assert point.id == "32236e19696785a7"
-    others = {"model": "x", "task": "costs", "context": 1, "batch": 2, "kind": "int4", "settings": ()}
-    assert len({point.id, *(point._replace(**{name: value}).id for name, value in others.items())}) == 7
+    point = Point("demo", "generate", 256, 1, "int8", (("repeats", 3),), "a1")
+    assert point.id == "32236e19696785a7-a1"
+    others = {"model": "x", "task": "costs", "context": 1, "batch": 2, "kind": "int4", "settings": (), "inputs": "b"}
+    assert len({point.id, *(point._replace(**{name: value}).id for name, value in others.items())}) == 8
+
+
+OWN_KIND = "from llama.kv_cache.concat import ConcatCache\nclass Mine(ConcatCache, kind='of_a_sweep'): ratio = "
+OWN_SAMPLE = '{"context": "a b c", "question": "?", "answers": ["c"], "metric": "contains_all"}\n'
+
+
+def test_a_cell_whose_files_were_edited_is_measured_again_and_its_old_result_is_in_no_report(
+    tmp_path: Path, counted: Counted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, out = write_checkpoint(tmp_path / "tiny", max_seq_len=64, **NATIVE_SIZES), tmp_path / "out"
+    (kind := tmp_path / "mine.py").write_text(f"{OWN_KIND}1")
+    (samples := tmp_path / "own.jsonl").write_text(OWN_SAMPLE)
+    plan = f'models = ["{model}"]\ntasks = ["generate", "{samples}"]\nkinds = ["static", "{kind}:of_a_sweep"]\n'
+    (file := tmp_path / "plan.toml").write_text(f"{plan}contexts = [8]")
+    mine = f"{kind}:of_a_sweep"
+    edits: list[tuple[Path, str, list[str]]] = [
+        (kind, f"{OWN_KIND}2", [mine, mine]),
+        (samples, OWN_SAMPLE.replace("a b", "b"), ["static", mine]),
+        (Path(model, "config.json"), Path(model, "config.json").read_text() + " ", ["static", mine] * 2),
+    ]
+    command.main(str(file), out=str(out))
+    for path, content, again in edits:
+        counted.done.clear()
+        path.write_text(content)
+        for _ in range(2):
+            command.main(str(file), out=str(out))
+        assert counted.done == again
+        assert f"{len(again)} cells are measured again: the code or files" in capsys.readouterr().err
+        assert len(rows_of(report_at(out / "report" / "results.json"), "cell")) == 4
+    assert len([*(out / sweep.OLD).iterdir()]) == 8
+
+
+def test_a_cell_during_which_its_file_is_edited_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_checkpoint(tmp_path / "tiny", max_seq_len=64, **NATIVE_SIZES)
+    (kind := tmp_path / "mine.py").write_text(f"{OWN_KIND}1")
+    points = read_plan(f'models = ["{model}"]\nkinds = ["{kind}:of_a_sweep"]\ncontexts = [8]')
+
+    def edit(*_: Any, **__: Any) -> Report:
+        kind.write_text(f"{OWN_KIND}3")
+        return sweep_task.report_of(points[0])
+
+    monkeypatch.setattr(sweep, "measure_cell", edit)
+    measure_all(tmp_path / "out", points)
+    assert sweep.error_of(tmp_path / "out", points[0]) == (
+        "died: the code, or a file that the cell reads, was edited during the run"
+    )
 
 
 @pytest.mark.parametrize("n", [1, 3, 50])

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from serving import Endless, Letters, Served, Slow, asgi, serving
 from tables import table
 from tiny import tiny_model
 
+from llama.api import pick_cache
 from llama.serve.answers import Answer
 from llama.serve.app import App
 from llama.serve.engine import Engine, Job, Update, fingerprint_of
@@ -341,6 +343,18 @@ def test_models_names_the_model_and_its_execution(served: Served) -> None:
     for name in ("gpt", "an/other", "demo/"):
         got = served.ask(f"/v1/models/{name}")
         assert (got.status, got.json["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_fingerprint_names_the_content_of_the_file_of_a_kind(tmp_path: Path) -> None:
+    model = tiny_model().requires_grad_(False)
+    vars(model)["_exact"] = model.exact = True
+    file, made = tmp_path / "own.py", []
+    for ratio in (1, 2, 1):
+        file.write_text(
+            f"from llama.kv_cache.static import StaticCache\nclass Own(StaticCache, kind='served'): ratio = {ratio}"
+        )
+        made.append(fingerprint_of(model, Letters(), pick_cache(f"{file}:served"), None))
+    assert made[0] == made[2] != made[1]
 
 
 def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_bit(

@@ -37,7 +37,7 @@ def make_folder(out: Path, name: str) -> Path:
 
 
 def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
-    """Return the newest folder under `out` that measures the same cells on the same text and tasks, and its report.
+    """Return the newest folder under `out` that measures the same cells on the same files, and its report.
 
     Raises ValueError if there is none.
     """
@@ -67,7 +67,7 @@ def read_report(path: Path) -> Report | None:
 
 
 def _text_of(report: Report) -> list[Any]:
-    return [report["plan"].get(name) for name in ("text", "prompt_len", "longest", "tasks")]
+    return [report["plan"].get(name) for name in ("text", "prompt_len", "longest", "tasks", "inputs")]
 
 
 def _kind(report: Report) -> str:

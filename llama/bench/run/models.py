@@ -36,6 +36,7 @@ from llama.ranks import cut_for
 from llama.ranks.torchrun import join, own_device, world_size
 from llama.request import check_speculation
 from llama.sampling import check_seed
+from llama.sessions.origin import kind_classes, own_code
 from llama.speculation import check_speculate
 from llama.streaming import encode_prompt
 from llama.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ def make_cell(
     check_cell(cell)
     check_seed(cell.seed)
     pick_cache(cell.kv_cache)
+    cell = with_code(cell)
     source = find_model(cell)
     check_speculation(cell.speculate, Cache.of(source.args, source.args.kv_cache), cell.ranks)
     if cell.text is not None:
@@ -112,8 +114,25 @@ def check_cell(cell: Cell) -> None:
         check_modes(pick_device(cell.device), DTYPES[cell.dtype], quantize=cell.quantize or "none", **modes)
 
 
+def with_code(cell: Cell) -> Cell:
+    """Return a cell with the digest of the user's files that define its kind and its engine."""
+    return cell.but(code=own_code(*kind_classes(cache_kind(cell.kv_cache)), engine_class(cell.engine)))
+
+
+def read_by(cell: Cell, *others: str) -> list[str]:
+    """Return the files and folders that a cell reads: the checkpoint, the tokenizer, and others that are given."""
+    named = [] if cell.model in ("demo", *RELEASED) else [cell.model]
+    return [*named, *([cell.tokenizer_path] if cell.tokenizer_path is not None else []), *others]
+
+
 def find_model(cell: Cell) -> Source:
-    """Return the model that `cell.model` names, fetched if necessary. Raises ValueError, and DemoUnavailable."""
+    """Return the model that `cell.model` names, fetched if necessary. Raises ValueError, and DemoUnavailable.
+
+    Raises RuntimeError if a user's file was edited after the cell was planned.
+    """
+    if cell.code not in (None, with_code(cell).code):
+        files = " or ".join(name for name in (cell.kv_cache, cell.engine) if ".py:" in name)
+        raise RuntimeError(f"the file of {files} was edited during the run; start the same command again")
     device = own_device(pick_device(cell.device))
     dtype = pick_dtype(DTYPES[cell.dtype], device)
     checkpoint = None
