@@ -79,7 +79,8 @@ class Claim:
         if len(names) > 1 and self.sides[0]["figure"] == self.sides[1]["figure"]:
             names[1] = f"that of {_cell(self.sides[1])}"
         how, (name, value) = "minus" if "minus" in self.rule else "over", self.bound
-        return f"{f' {how} '.join(names)} is {name.replace('_', ' ')} {value}"
+        verb = name if name == "equals" else f"is {name.replace('_', ' ')}"
+        return f"{f' {how} '.join(names)} {verb} {value}"
 
     def point(self, side: Mapping[str, Any]) -> Point:
         """Return the cell of a side. Raises ValueError if it is not exactly one of the plan."""
@@ -114,6 +115,8 @@ def judge(claim: Claim, report_of: Callable[[Point], Report]) -> Verdict:
         what = ", ".join(names) or "the digest of weights or inputs"
         raise ValueError(f"{what} differs between its cells; give --out another folder to measure all of them again")
     samples = [_samples(row, side) for row, side in zip(rows, claim.sides, strict=True)]
+    if "minus" in claim.rule and claim.rule["figure"].startswith("task.") and not any(samples[-1]):
+        raise ValueError(f"{_cell(claim.sides[-1])} scores 0 in every sample, so the task cannot judge")
     value, ends = _figure(claim.rule, samples[0], samples[-1])
     name, bound = claim.bound
     holds = [BOUNDS[name](end, bound) for end in ends]

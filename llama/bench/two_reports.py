@@ -46,6 +46,8 @@ class Figure(NamedTuple):
         if self.interval is None:
             return NOT_JUDGED
         more_is_better = self.minus_a is not None
+        if more_is_better and not any([*self.a, *self.b]):  # a task that no sample passes shows nothing
+            return NOT_JUDGED
         (low, high), equal = self.interval, 0 if more_is_better else 1
         if low <= equal <= high:
             return SAME

@@ -48,7 +48,7 @@ class Comparison:
     mean_kl: the mean of KL(reference || other).
     top1_agreement: the share of positions at which both have the same most likely token.
     reference_nll, other_nll: the means of the negative log-likelihoods. Perplexity is exp of one.
-    other_nlls: the other's negative log-likelihood at each position.
+    kls, other_nlls: the divergence and the other's negative log-likelihood at each position.
     """
 
     tokens: int
@@ -56,6 +56,7 @@ class Comparison:
     top1_agreement: float
     reference_nll: float
     other_nll: float
+    kls: list[float]
     other_nlls: list[float]
 
 
@@ -167,19 +168,19 @@ def compared(
     reference: Iterable[Tensor], other: Iterable[Tensor], ids: Sequence[int], *, prompt_len: int = PROMPT_LEN
 ) -> Comparison:
     """Compare two iterables of logits, as `next_logits` yields them for the same ids."""
-    kl = same = nll = 0.0
-    nlls: list[float] = []
+    same = nll = 0.0
+    kls, nlls = list[float](), list[float]()
     targets = ids[prompt_len:]
     with progress_bar("scoring", total=len(targets), unit="token") as bar:
         for ours, theirs, token in zip(reference, other, targets, strict=True):
             full, changed = _log_probabilities(ours), _log_probabilities(theirs)
-            kl += float(F.kl_div(changed, full, reduction="sum", log_target=True))  # KL(full || changed)
+            kls.append(float(F.kl_div(changed, full, reduction="sum", log_target=True)))  # KL(full || changed)
             same += int(full.argmax()) == int(changed.argmax())
             nll -= float(full[token])
             nlls.append(-float(changed[token]))
             bar.update()
     n = len(targets)
-    return Comparison(n, kl / n, same / n, nll / n, sum(nlls) / n, nlls)
+    return Comparison(n, sum(kls) / n, same / n, nll / n, sum(nlls) / n, kls, nlls)
 
 
 def _nll(logits: Tensor, ids: Tensor) -> float:

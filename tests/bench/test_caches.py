@@ -145,6 +145,7 @@ def test_the_divergence_is_that_of_two_caches_in_lockstep(base: Cell, whole: Who
         assert found["nll"] == pytest.approx(wanted.other_nll)
         blocks = [wanted.other_nlls[:6], wanted.other_nlls[6:12], wanted.other_nlls[12:]]
         assert found["nlls"] == pytest.approx([fmean(block) for block in blocks])
+        assert found["kls"] == pytest.approx([fmean(wanted.kls[i : i + 6]) for i in (0, 6, 12)], rel=1e-3, abs=1e-9)
 
 
 def test_greedy_text_is_what_generation_writes_and_its_divergence_is_found_in_one_pass(base: Cell) -> None:

@@ -51,6 +51,11 @@ def test_a_rule_names_figures_that_its_plan_makes_and_has_one_bound(claim: Claim
     assert not claim.needs
 
 
+def test_the_words_of_a_rule_are_a_sentence() -> None:
+    ends = r" (equals|is (below|above|at most|at least)) -?[\d.]+$"
+    assert [claim.name for claim in JUDGED if not re.search(ends, claim.confirmed_if)] == []
+
+
 def test_a_claim_without_a_rule_says_what_it_needs() -> None:
     assert [claim.name for claim in CLAIMS.values() if not claim.rule and not (claim.needs and not claim.plan)] == []
 
@@ -147,6 +152,8 @@ def _violated(point: Point) -> Report:
 def test_what_cannot_be_compared_has_no_verdict() -> None:
     lossless = quality(0.0)
     lossless["int4"]["judged"] = False
+    failed: Row = {"figures": "task", "digest": "d", "scores": [0.0] * 20}
+    needles = {"figure": "task.scores", "of": {"kind": "int4"}, "minus": {"kind": "static"}, "at_least": -0.2}
     other, few, nowhere = {**TIMES, "figure": "step.x"}, times(0.4, n=4), {**TIMES, "of": {}}
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: verdict(QUALITY, quality(0.0, digest="e")), "the digest of weights or inputs differs"),
@@ -154,6 +161,7 @@ def test_what_cannot_be_compared_has_no_verdict() -> None:
         (lambda: verdict(TIMES, few, COSTS), "step.step_seconds has 4 samples, and an interval needs 5"),
         (lambda: verdict(other, times(0.4), COSTS), "step.x of int4 was not measured"),
         (lambda: judge(Claim("x", "", "", COSTS, TIMES), _violated), "static violates a check: cache: it was off"),
+        (lambda: verdict(needles, {"static": failed, "int4": failed}), "static scores 0 in every sample"),
         (lambda: verdict(nowhere, times(0.4), COSTS), "is 2 cells of the plan, and must be one"),
     ]
     assert unrefused(refused) == []

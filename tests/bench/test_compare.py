@@ -116,6 +116,7 @@ def test_scores_are_compared_sample_by_sample_and_more_is_better(
     like, worse = [*full[:10], 0.0, 0.0, 1.0, *full[13:]], [0.0] * 9 + full[9:]
     for a, b, verdict in ((full, like, SAME), (full, worse, WORSE), (worse, full, BETTER), (none, full, BETTER)):
         assert by_column(scored(a), scored(b))["score"].verdict(5.0) == verdict
+    assert by_column(scored(none), scored(none))["score"].verdict(5.0) == "not judged", "no sample passes"
     assert by_column(scored(full), scored(worse))["score"].verdict(80.0) == ALLOWED
     assert main(*saved(tmp_path, scored(full), scored(worse))) == 1
     assert "| 60.0 | 15.0 | 0.250 | B - A: -45.0 (-70.0 to -25.0) | 20 pairs | worse |" in capsys.readouterr().out

@@ -43,7 +43,7 @@ from llama.bench.report.contents import NOISY
 from llama.bench.report.derived import crossovers, growth
 from llama.bench.report.files import write_report
 from llama.bench.report.page import report_page
-from llama.bench.report.plots.canvas import SMALL, STYLE, as_png, as_svg, error_bars, heading, new_figure
+from llama.bench.report.plots.canvas import SMALL, STYLE, as_png, as_svg, error_bars, heading, laid_out, new_figure
 from llama.bench.report.plots.pictures import (
     draw_kinds,
     draw_memory,
@@ -54,6 +54,7 @@ from llama.bench.report.plots.pictures import (
     figures,
 )
 from llama.bench.report.sentences import findings, headline, range_faster
+from llama.bench.report.tables import cache_tables
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown, warnings_text
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
@@ -436,10 +437,28 @@ def test_of_many_kinds_only_those_that_none_beats_have_a_sentence() -> None:
 
 def test_kinds_are_drawn_as_bars_from_zero_with_a_word_for_what_is_not_judged() -> None:
     figure = drawn_by(draw_kinds, caches_report())
-    assert heading(figure) == "int4 stores 0.17 of the bytes of static and differs at 3.61% of the tokens"
+    assert heading(figure) == "int4 stores 0.17 of the bytes of static and differs at 37 of 1,024 positions"
     assert [len(ax.patches) for ax in figure.axes] == [5, 5, 4]
     assert [ax.get_xlim()[0] for ax in figure.axes] == [0, 0, 0]
     assert [text.xy[0] for text in figure.axes[2].texts if text.get_text() == "not judged"] == [0]
+
+
+def test_a_share_has_a_note_and_few_positions_are_counted_and_have_no_interval() -> None:
+    report = caches_report(["static", "int4"])
+    table = next(table for table in cache_tables(report) if "quality" in table.title)
+    assert re.fullmatch(r"39\.346 \([\d.]+ to [\d.]+\)", table.rows[1][7])
+    assert re.fullmatch(r"0\.0014 \([\d.]+ to [\d.]+\)", table.rows[1][6])
+    assert not any("A share" in note or "Too few" in note for note in table.notes)
+    report["cells"][1]["kv_cache"] = "snapkv:0.25"
+    for row in (row for row in report["rows"] if row["figures"] == "quality"):
+        row |= {"tokens": 32, "kls": row["kls"][:2], "nlls": row["nlls"][:2]}
+        row["top1_agreement"] = 29 / 32 if row["cell"] else 1.0
+    table = next(table for table in cache_tables(report) if "quality" in table.title)
+    assert table.rows[1][6:8] == ["0.0014", "39.346"]
+    assert any("Too few for an interval" in note for note in table.notes)
+    assert any(note.startswith("A share, as in snapkv:0.25, is one of the keys of the prompt") for note in table.notes)
+    assert "differs at 3 of 32 positions" in heading(drawn_by(draw_kinds, report))
+    assert "the same most likely token at 29 of 32 positions" in findings(report)[0]
 
 
 def test_every_kind_is_inside_the_picture_of_what_none_beats_also_one_without_errors() -> None:
@@ -465,7 +484,7 @@ def test_kinds_are_not_compared_with_a_full_cache_that_was_not_measured_unless_i
         assert (said, head) == ("", "Bytes, time and quality by kind")
         assert rows["int4"][2:4] == ["15.48", "not measured"]
         return
-    assert head == "int4 stores 0.17 of the bytes predicted for static and differs at 3.61% of the tokens"
+    assert head == "int4 stores 0.17 of the bytes predicted for static and differs at 37 of 1,024 positions"
     assert "int4 stores 0.17 of the bytes predicted for static at 2,048 tokens" in said
     assert "static stores" not in said
     assert rows["int4"][2:4] == ["15.48", "~0.17"]
@@ -588,6 +607,21 @@ def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(preset: st
         assert [one for one, box in zip(words, boxes, strict=True) if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1] == []
         for (one, box), (other, against) in combinations(zip(words, boxes, strict=True), 2):
             assert not box.padded(-1).overlaps(against.padded(-1)), (name, one.get_text(), other.get_text())
+
+
+def test_a_wide_range_of_a_ratio_is_written_without_an_exponent_and_inside_its_panel() -> None:
+    report = table_report([{"kv_caching": on, "batch_size": 16, "n": 2} for on in (True, False)])
+    for row in (row for row in report["rows"] if row.get("seconds")):
+        row["seconds"] = [row["seconds"][0] / 6, row["seconds"][1] * 6]
+    with matplotlib.rc_context(STYLE):
+        figure = laid_out(drawn_by(draw_time, report))
+        (words,) = (text for text in figure.axes[1].texts if "(" in text.get_text())
+        assert words.get_window_extent().x1 <= figure.axes[1].bbox.x1
+    ends = re.fullmatch(r"[\d.]+x \(([\d.]+)-([\d,]+)\)", words.get_text())
+    assert ends is not None
+    assert float(ends[1]) < 5
+    assert float(ends[2]) > 100
+    assert f"({ends[1]} to {ends[2]})" in " ".join(findings(report))
 
 
 @pytest.mark.slow

@@ -143,6 +143,13 @@ def test_a_kind_is_compared_sample_by_sample_with_the_full_cache() -> None:
     assert other[8:11] == ["100.0", "no difference shown", "0"]
 
 
+def test_a_task_that_the_full_cache_fails_in_every_sample_does_not_judge_a_kind() -> None:
+    full, better = [0.0] * 20, [0.0, 1.0] * 10
+    _, one, other = cells(with_tasks({"vt": full}, {"vt": full}, {"vt": better}))
+    assert one[5] == other[5] == "the task cannot judge"
+    assert one[9] == "no difference shown", "with the question seen, the full cache has all"
+
+
 def test_few_samples_have_a_difference_without_interval_and_a_kind_that_did_not_act_is_not_judged() -> None:
     (_, one) = cells(with_tasks({"vt": [1.0] * 4}, {"vt": [0.0] * 4}))
     assert one[4:7] == ["0.0", "-100.0 (too few samples)", "4: 0, 1, 2, 3"]

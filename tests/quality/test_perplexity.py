@@ -153,6 +153,7 @@ def test_a_rounding_cache_shows_in_divergence_agreement_and_perplexity() -> None
     positions, targets = torch.arange(20), torch.tensor(ids[4:])
     assert found.reference_nll == pytest.approx(float(-p[positions, targets].mean()))
     assert found.other_nll == pytest.approx(float(-q[positions, targets].mean()))
+    assert found.kls == pytest.approx((p.exp() * (p - q)).sum(-1).tolist())
     assert found.other_nlls == pytest.approx((-q[positions, targets]).tolist())
 
 

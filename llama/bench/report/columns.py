@@ -12,6 +12,7 @@ from llama.costs import MB
 
 NOT_MEASURED, NOT_OBSERVED, NOT_JUDGED = "not measured", "not observed", "not judged"
 NO_DIFFERENCE, TOO_FEW = "no difference shown", "too few samples"
+CANNOT_JUDGE = "the task cannot judge"
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,13 @@ TABLE_COLUMNS = {
     "top1_agreement": Column(
         "same top-1, %", "positions at which the most likely token is that of the model without a cache", 100, ".2f"
     ),
-    "mean_kl": Column("mean KL, nats", "the divergence from the prediction of the model without a cache", form=".2g"),
-    "perplexity": Column("perplexity", "of the text, fed token by token so that each reads the cache", form=".3f"),
+    "mean_kl": Column(
+        "mean KL, nats", "the divergence from the prediction of the model without a cache, with its 95 % interval",
+        form=".2g",
+    ),
+    "perplexity": Column(
+        "perplexity", "of the text, fed token by token so that each reads the cache, with its 95 % interval", form=".3f"
+    ),
     "task": Column("task"),
     "score": Column("score, %", "the mean over the samples, with its 95 % interval; the question follows the prompt"),
     "difference": Column(
@@ -191,6 +197,11 @@ def least_to_most(values: Sequence[float], form: str = "") -> str:
     """Return the range of values as text, or the single value if all are written alike."""
     low, high = (f"{value:{form}}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
+
+
+def two_digits(value: float) -> str:
+    """Return a number with two digits, or as a whole number from 100 on: 0.012, 5.4, 150; never 1.5e+02."""
+    return f"{value:.2g}" if value < 99.5 else f"{value:,.0f}"
 
 
 def megabytes(nbytes: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama.bench.cell import Cell
 from llama.bench.report.columns import NOT_JUDGED, TABLE_COLUMNS, Table, view
-from llama.bench.report.tables import QUALITY_COLUMNS
+from llama.bench.report.tables import QUALITY_COLUMNS, share_note, with_intervals
 from llama.bench.report.tasks import note_on, scores_of
 from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of
 from llama.bench.statistics import values_of
@@ -45,6 +45,7 @@ def _table(report: Report, figures: str, rows: Sequence[Row]) -> Table:
         return [f"{value:012}" if isinstance(value, int) else str(value) for value in values]
 
     notes = [note_on(rows)] if figures == "task" else []
+    notes += share_note(row["kind"] for row in shown if row.get("cache_bytes") is not None)
     return view(TITLES.get(figures, figures), [*named, *measured, "n"], sorted(shown, key=place), notes)
 
 
@@ -55,6 +56,7 @@ def _named(cell: Cell, row: Row) -> dict[str, Any]:
     named["setup"] = ", ".join(str(setup + 1) for setup in (row["setup"], *row.get("also", [])) if setup is not None)
     if (nll := row.get("nll")) is not None:
         named["perplexity"] = math.exp(nll) if nll < 700 else math.inf
+    named |= with_intervals(named)
     if row.get("judged") is False:
         named |= {name: NOT_JUDGED for name in QUALITY_COLUMNS if named.get(name) is not None}
     if row["figures"] == "task":

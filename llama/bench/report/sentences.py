@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama.bench.report.cells import cell_views, kind_names
-from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes
+from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes, two_digits
 from llama.bench.report.derived import crossovers, growth, saved, unbeaten
 from llama.bench.report.peak import peak_words
 from llama.bench.report.tables import comparison_words, kind_rows, ways_of
@@ -89,7 +89,7 @@ def _headline_of_kinds(report: Report) -> list[tuple[str, str]]:
     full = kind_names(report)[0]
     return [
         (f"{row['of_full']:.2f} of the bytes", f"{row['kind']} against {full}, at {row['context']:,} tokens"),
-        (f"{row['top1_agreement']:.2%} same", f"most likely token, of {row['tokens']:,} positions"),
+        (f"{positions(row).partition(' positions')[0]} same", "most likely token at the scored positions"),
         (f"{row['mean_kl']:.2g} nats", "mean KL divergence"),
     ]
 
@@ -108,11 +108,11 @@ def _headline_of_turns(report: Report) -> list[tuple[str, str]]:
 
 def faster(factor: float, ends: tuple[float, float] | None = None) -> str:
     """Return a ratio of times as words, and its range if that is wide: 24 times faster, 6 times faster (3 to 12)."""
-    words = f"{max(factor, 1 / factor):.2g} times {'faster' if factor >= 1 else 'slower'}"
+    words = f"{two_digits(max(factor, 1 / factor))} times {'faster' if factor >= 1 else 'slower'}"
     if ends is None:
         return words
     low, high = ends if factor >= 1 else (1 / ends[1], 1 / ends[0])
-    return f"{words} ({low:.2g} to {high:.2g})"
+    return f"{words} ({two_digits(low)} to {two_digits(high)})"
 
 
 def range_faster(factors: Sequence[float]) -> str:
@@ -120,7 +120,8 @@ def range_faster(factors: Sequence[float]) -> str:
     low, high = min(factors), max(factors)
     if low < 1 < high:
         return f"{faster(low)} to {faster(high)}"
-    return f"{least_to_most([max(one, 1 / one) for one in factors], '.2g')} times {'faster' if high > 1 else 'slower'}"
+    ends = dict.fromkeys(two_digits(one) for one in sorted(max(one, 1 / one) for one in (low, high)))
+    return f"{' to '.join(ends)} times {'faster' if high > 1 else 'slower'}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -174,6 +175,12 @@ def share_of_full(row: dict[str, Any], full: str, form: str) -> str:
     return f"{row['of_full']:{form}} of the bytes {'predicted for' if row['full_predicted'] else 'of'} {full}"
 
 
+def positions(row: dict[str, Any], *, other: bool = False) -> str:
+    """Return at how many positions the most likely token is the same, or another one: 29 of 32 positions."""
+    same = round(row["top1_agreement"] * row["tokens"])
+    return f"{row['tokens'] - same if other else same:,} of {row['tokens']:,} positions"
+
+
 def _kinds(report: Report) -> Iterator[str]:
     """Yield a sentence for each lossy kind; if they are many, only for those that no other kind beats."""
     known = [row for row in kind_rows(report) if row["of_full"] is not None and not row.get("predicted")]
@@ -188,9 +195,7 @@ def _kinds(report: Report) -> Iterator[str]:
     for row in rows:
         words = f"{row['kind']} stores {share_of_full(row, full, '.2f')} at {row['context']:,} tokens"
         if row["judged"]:
-            words += (
-                f" and has the same most likely token at {row['top1_agreement']:.2%} of {row['tokens']:,} positions"
-            )
+            words += f" and has the same most likely token at {positions(row)}"
             yield f"{words}; the mean KL divergence is {row['mean_kl']:.2g} nats."
         else:
             yield f"{words}; its quality is {NOT_JUDGED}: it has dropped or compressed nothing there."

@@ -4,7 +4,8 @@ Knows nothing of Markdown, HTML or of how anything was measured.
 """
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from llama.bench.cell import Cell
@@ -20,8 +21,9 @@ from llama.bench.report.columns import (
 )
 from llama.bench.report.derived import crossovers, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
-from llama.bench.report.tasks import task_table
+from llama.bench.report.tasks import mean_interval, task_table
 from llama.bench.schema import Report, Row, cell_of, measured_rows, rows_of
+from llama.bench.statistics import LEAST_SAMPLES
 from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
@@ -252,17 +254,38 @@ def _as_text(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of `kind_rows` for a table, in which "~" marks predicted bytes and what is compared with them."""
     marked = ["cache_bytes"] * bool(row.get("predicted")) + ["of_full"] * (row["full_predicted"] or "predicted" in row)
     path = {"path": "predicted"} if row.get("predicted") else {}
-    return {**row, **{name: f"~{written(row, name)}" for name in marked}, **path}
+    return {**row, **with_intervals(row), **{name: f"~{written(row, name)}" for name in marked}, **path}
+
+
+def with_intervals(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the divergence and the perplexity of a judged row with their 95 % intervals, as text."""
+    found = {}
+    for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp)):
+        ends = mean_interval(tuple(row.get(blocks) or ())) if row.get("judged") else None
+        if ends is not None and ends[0] < ends[1] < 700:
+            low, high = (column(name).write(of(end)) for end in ends)
+            found[name] = f"{written(row, name)} ({low} to {high})"
+    return found
+
+
+def share_note(kinds: Iterable[str]) -> list[str]:
+    """Return the note on shares as a list: empty unless a kind has one, such as snapkv:0.25."""
+    named = next((kind for kind in kinds if re.search(r":(0?\.\d+|1\.0*)($|[@;+])", kind)), None)
+    words = "is one of the keys of the prompt. Some kinds also drop keys of the tokens that follow, others store all of"
+    note = f"A share, as in {named}, {words} these: equal shares are not equal bytes. Compare kinds by their bytes."
+    return [] if named is None else [note]
 
 
 def _kind_notes(report: Report) -> Iterator[str]:
     if any(row.get("predicted") for row in rows_of(report, "quality")):
         yield "~ and predicted: the budget was too small to measure the kind. Its bytes follow from the model's sizes."
     for row in measured_rows(report, "quality")[:1]:
+        few = "" if len(row.get("kls", [])) >= LEAST_SAMPLES else " Too few for an interval."
         yield (
             f"Quality: the last {row['tokens']:,} of the first {row['context']:,} tokens of {report['plan']['text']}, "
-            "fed one by one, against the model without a cache. Bytes and time are those of the last steps."
+            f"fed one by one, against the model without a cache.{few} Bytes and time are those of the last steps."
         )
+    yield from share_note(kind_names(report))
     if not all(row["judged"] for row in measured_rows(report, "quality")):
         yield (
             f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from llama.bench.report.cells import kind_names
-from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, Table, least_to_most, view
+from llama.bench.report.columns import CANNOT_JUDGE, NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, Table, least_to_most, view
 from llama.bench.schema import Report, Row, rows_of
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
@@ -71,14 +71,16 @@ def scores_of(row: Row) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for way in WAYS:
         more, names = row.get(f"minus_full{way}"), [f"{name}{way}" for name in ("score", "difference", "lost")]
-        compared = ["-", "-"] if more is None else [_difference(more), _lost(more)]
+        compared = ["-", "-"] if more is None else [_difference(more, row[f"scores{way}"]), _lost(more)]
         figures = [with_interval(row[f"scores{way}"]), *compared]
         shown |= zip(names, figures if row["judged"] else [NOT_JUDGED] * 3, strict=True)
         shown[f"answer_len{way}"] = fmean(row[f"answer_lens{way}"])
     return shown | ({"context": "as in the file"} if row["context"] is None else {})
 
 
-def _difference(more: Sequence[float]) -> str:
+def _difference(more: Sequence[float], scores: Sequence[float]) -> str:
+    if scores == more:  # the full cache scores 0 in every sample
+        return CANNOT_JUDGE
     ends = mean_interval(tuple(more))
     if ends is None:
         return f"{with_interval(more, '+')} ({TOO_FEW})"
@@ -116,5 +118,6 @@ def note_on(rows: Sequence[Row]) -> str:
     few = f"; a mean of fewer than {LEAST_SAMPLES} has no interval" if min(counts) < LEAST_SAMPLES else ""
     return (
         f"{least_to_most(counts)} samples a row{few}. {NO_DIFFERENCE}: the interval of the difference contains 0. "
+        f"{CANNOT_JUDGE}: the full cache itself scores 0 in every sample. "
         f"{NOT_JUDGED}: the kind has dropped or compressed nothing of such a prompt. Samples count from 0."
     )

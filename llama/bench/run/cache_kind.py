@@ -127,7 +127,8 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
     row |= {"nll": found.other_nll, "digest": inputs_digest(model, ids)}
-    row["nlls"] = [fmean(found.other_nlls[begin : begin + BLOCK]) for begin in range(0, scored, BLOCK)]
+    for name, values in (("kls", found.kls), ("nlls", found.other_nlls)):
+        row[name] = [fmean(values[begin : begin + BLOCK]) for begin in range(0, scored, BLOCK)]
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     size = size_of(model, cache, prompt_len, length - 1)

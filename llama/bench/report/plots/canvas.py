@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 from matplotlib.ticker import FixedLocator, Locator, LogLocator, NullLocator
 
-from llama.bench.report.columns import least_to_most
+from llama.bench.report.columns import least_to_most, two_digits
 from llama.bench.statistics import Spread
 from llama.host.palette import ALARM, CACHE, FACTOR, GRID, INK, MUTED, PAPER, RECOMPUTED, variables
 
@@ -172,9 +172,9 @@ def draw_bars(
         end, ends = value or 0, ranges[place] if ranges else None
         if ends is not None:
             ax.plot(ends, [place, place], color=INK.light, lw=1.5)
-            end, said = ends[1], f"{said} ({ends[0]:.2g}-{ends[1]:.2g})"
+            end, said = ends[1], f"{said} ({two_digits(ends[0])}-{two_digits(ends[1])})"
         ax.annotate(said, (end, place), (4, 0), textcoords="offset points", va="center", weight="bold", bbox=_PAPER)
-        most = max(most, (1.45 if ends else 1.22) * end)
+        most = max(most, (1.7 if ends else 1.22) * end)
     ax.set_xlim(0, most or 1)
     ax.set_xlabel(axis)
 

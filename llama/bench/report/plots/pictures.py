@@ -15,7 +15,15 @@ from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.derived import crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
 from llama.bench.report.plots import canvas
-from llama.bench.report.sentences import crossover_words, faster, in_seconds, listed, range_faster, share_of_full
+from llama.bench.report.sentences import (
+    crossover_words,
+    faster,
+    in_seconds,
+    listed,
+    positions,
+    range_faster,
+    share_of_full,
+)
 from llama.bench.report.tables import kind_rows, on_or_off
 from llama.bench.schema import Report
 from llama.bench.statistics import Spread
@@ -179,9 +187,10 @@ def draw_kinds(report: Report) -> Figure | None:
     if compared:
         least = min(compared, key=lambda row: row["of_full"])
         words = f"{least['kind']} stores {share_of_full(least, kind_names(report)[0], '.2g')}"
-        words += f" and differs at {1 - least['top1_agreement']:.2%} of the tokens" if least["judged"] else ""
+        words += f" and differs at {positions(least, other=True)}" if least["judged"] else ""
     heights, names = [canvas.row_height(len(rows))] * 3, [row["kind"] for row in rows]
-    below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1 against the model without a cache"
+    scored = f"the last {measured[0]['tokens']:,} positions against the model without a cache"
+    below = f"one row of {rows[0]['context']:,} tokens; MB is 2^20 bytes; top-1: {scored}"
     figure, axes = canvas.new_figure(words, below, heights=heights, times=(1,), legend=False)
     stored, predicted = [row["cache_bytes"] / MB for row in rows], [bool(row.get("predicted")) for row in rows]
     seconds = [1e3 * statistics.median(row["step_seconds"]) if row.get("step_seconds") else None for row in rows]
