@@ -140,9 +140,12 @@ def test_the_line_about_the_machine_is_one_sentence() -> None:
     report = noisy_report()
     report["rows"].append({"figures": "check", "cell": 0, "name": "other work", "status": "noisy", "detail": "busy"})
     words = "memory and tokens are exact; 4 of 6 cells are predicted (~)."
-    said = machine_line(report)
-    assert re.fullmatch(rf"Measured on a busy machine: times may be off by 4\d%; {re.escape(words)}", said)
+    report["rows"][0]["other_load_cores"] = [0.4, None, 1.8]
+    busy = "Measured on a busy machine, beside other work on up to 1.80 of 2 cores"
+    assert machine_line(report) == f"{busy}: the times are not those of an idle one; {words}"
     report["rows"][-1]["status"] = "ok"
+    off_by = r"Measured on an idle machine: times may be off by 4\d%; "
+    assert re.fullmatch(f"{off_by}{re.escape(words)}", machine_line(report))
     assert machine_line(table_report([{}])).startswith("The load of the machine was not observed; memory")
     assert machine_line({**hand_in_report(), "rows": [*hand_in_report()["rows"], report["rows"][-1]]}) == (
         f"Measured on an idle machine; {words}"

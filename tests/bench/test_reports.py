@@ -396,7 +396,7 @@ def test_a_noisy_report_says_so_in_the_line_behind_its_table() -> None:
     report, calm = noisy(caches_report(["static", "int8"])), table_report(PAIR)
     line = "NOISY static: other work: occupied 1.02 of 2 cores"
     assert (warnings_text(report), warnings_text(calm)) == ([line], [])
-    said = "Measured on a busy machine: times may be off"
+    said = "Measured on a busy machine: the times are not those of an idle one"
     for shown in (report_markdown(report), report_page(report, {})):
         numbers, table, machine, details = map(shown.index, ("0.30 of the bytes", "perplexity", said, "NOISY static"))
         assert numbers < table < machine < shown.index(html.escape(READING[1])) < details

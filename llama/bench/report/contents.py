@@ -107,7 +107,10 @@ def title(report: Report) -> str:
 
 
 def machine_line(report: Report) -> str:
-    """Return the one line about the machine: whether it was busy, how far times are off, and what is predicted."""
+    """Return the one line about the machine: whether it was busy, how far times scatter, and what is predicted.
+
+    The scatter of a busy machine is that of times beside other work, and no bound of those without it.
+    """
     views, off_by = cell_views(report), math.sqrt(scatter(report))
     predicted = sum(view.is_predicted for view in views)
     seen = {check["status"] for view in views for check in view.checks if check["name"] == "other work"}
@@ -115,9 +118,13 @@ def machine_line(report: Report) -> str:
     where = f"Measured on {'an' if state == 'idle' else 'a'} {state} machine"
     unknown = "No cell was measured" if predicted == len(views) else "The load of the machine was not observed"
     words = [where if state else unknown]
-    if state == "busy" or off_by > 1.05:
-        words[0] += ": times may be off"
-        words[0] += f" by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}" if off_by > 1.05 else ""
+    if state == "busy":
+        loads = [load for view in views for load in view.row.get("other_load_cores") or () if load is not None]
+        cores = report["environment"].get("cores")
+        words[0] += f", beside other work on up to {max(loads):.2f} of {cores} cores" if loads and cores else ""
+        words[0] += ": the times are not those of an idle one"
+    elif off_by > 1.05:
+        words[0] += f": times may be off by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}"
     if predicted < len(views):
         words.append("memory and tokens are exact")
     if predicted:
