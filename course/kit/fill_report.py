@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 REPORT = Path("report.md")
+REMEDY = "measure them: python benchmark_inference.py --preset table --resume --budget 0, then run this again"
 TABLE = re.compile(r"(<!-- table[^>]*-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 
 
 def main(words: list[str]) -> int:
     try:
         source = Path(words[0]) if words else newest(Path("results"))
-        fill(REPORT, json.loads(source.read_text("utf-8")))
+        missing = fill(REPORT, json.loads(source.read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{REPORT} has the table of {source}")
-    return 0
+    if missing:
+        words = f"{len(missing)} rows are empty, because their cells were not measured ({'; '.join(missing)})"
+        print(f"error: {words}; {REMEDY}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 def newest(folder: Path) -> Path:
@@ -33,20 +37,34 @@ def newest(folder: Path) -> Path:
     return found[-1]
 
 
-def fill(report: Path, results: dict[str, Any]) -> None:
-    """Write a row for each measured cell into the table of a report. Raises ValueError if it has no table."""
+def fill(report: Path, results: dict[str, Any]) -> list[str]:
+    """Write a row for each cell into the table of a report, and return the names of those that were not measured.
+
+    Their figures are empty. Raises ValueError if the report has no table.
+    """
     text = report.read_text("utf-8")
     rows = ["| batch | cache | seconds | peak MB | tokens/s | cache MB |", "|---|---|---|---|---|---|"]
-    measured = [found for found in results["rows"] if found["figures"] == "cell" and found.get("seconds")]
-    rows += [row(results["cells"][found["cell"]], found) for found in measured if not found.get("predicted")]
+    cells = [(results["cells"][found["cell"]], found) for found in results["rows"] if found["figures"] == "cell"]
+    rows += [row(*one) for one in cells]
     filled, count = TABLE.subn(lambda found: "\n".join([found[1], *rows, "", found[2]]), text)
     if count != 1:
         raise ValueError(f"{report} has lost the comments around its table; take them from the folder as you got it")
     report.write_text(filled, encoding="utf-8")
+    return [f"batch {cell['batch_size']}, cache {mode(cell)}" for cell, found in cells if not is_measured(found)]
+
+
+def mode(cell: dict[str, Any]) -> str:
+    return "on" if cell["kv_caching"] else "off"
+
+
+def is_measured(found: dict[str, Any]) -> bool:
+    return bool(found.get("seconds")) and not found.get("predicted")
 
 
 def row(cell: dict[str, Any], found: dict[str, Any]) -> str:
-    """Return the row of a cell: medians over its repetitions."""
+    """Return the row of a cell: medians over its repetitions; without figures if it was not measured."""
+    if not is_measured(found):
+        return f"| {cell['batch_size']} | {mode(cell)} | | | | |"
     peaks = found.get("tensor_peak_bytes") or found.get("resident_peak_bytes")
     numbers = [
         f"{statistics.median(found['seconds']):.2f}",
@@ -54,7 +72,7 @@ def row(cell: dict[str, Any], found: dict[str, Any]) -> str:
         f"{found['tokens_per_second']:.1f}",
         f"{found['cache_bytes'] / 2**20:.1f}" if found.get("cache_bytes") is not None else "",
     ]
-    return f"| {cell['batch_size']} | {'on' if cell['kv_caching'] else 'off'} | {' | '.join(numbers)} |"
+    return f"| {cell['batch_size']} | {mode(cell)} | {' | '.join(numbers)} |"
 
 
 if __name__ == "__main__":

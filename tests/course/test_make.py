@@ -141,3 +141,19 @@ def test_the_benchmark_fills_the_reports_table(made: Path, tmp_path: Path, monke
     assert len(re.findall(r"^\| (?:1|8|16) \| (?:on|off) \| [\d.]+ \| [\d.]+ \|", filled, flags=re.MULTILINE)) == 6
     assert fill["main"]([]) == 0
     assert (tmp_path / "report.md").read_text() == filled
+
+
+def test_a_cell_that_was_not_measured_is_an_empty_row_that_the_command_names(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(made / "report.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    report = table_report()
+    *_, late, dead = (row for row in report["rows"] if row["figures"] == "cell")
+    late["predicted"], dead["seconds"], dead["error"] = True, None, "died: gone"
+    (results := tmp_path / "results.json").write_text(json.dumps(report))
+    assert runpy.run_path(str(made / "fill_report.py"))["main"]([str(results)]) == 1
+    lines = (tmp_path / "report.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| 16 |")] == ["| 16 | on | | | | |", "| 16 | off | | | | |"]
+    said = "error: 2 rows are empty, because their cells were not measured (batch 16, cache on; batch 16, cache off)"
+    assert said in capsys.readouterr().err
