@@ -74,6 +74,10 @@ class Point(NamedTuple):
         return f"{self.asked}-{self.inputs}"
 
     @property
+    def name(self) -> str:
+        return f"{self.model}, {self.task}, {self.kind}, {self.context} tokens, batch {self.batch}"
+
+    @property
     def group(self) -> "Point":
         return self._replace(kind="", inputs="")
 
@@ -195,9 +199,16 @@ def is_done(folder: Path, point: Point) -> bool:
 
 
 def measure_points(
-    points: Sequence[Point], folder: Path, *, command: str, waiting: Callable[[], None] = lambda: None
+    points: Sequence[Point],
+    folder: Path,
+    *,
+    command: str,
+    waiting: Callable[[], None] = lambda: None,
+    begin: Callable[[Point], None] = lambda point: None,
 ) -> Iterator[Point]:
     """Measure every cell that is not done, and yield each point as soon as its file is there.
+
+    `begin` is called before a cell is measured, `waiting` twice a second meanwhile.
 
     A process that finds a group in use waits until the other one has ended, in any way. Results that the new one
     supersedes are moved into OLD. Raises OSError for the folder.
@@ -206,6 +217,7 @@ def measure_points(
         with _locked(folder / "locks" / group.id, waiting):
             for point in cells:
                 if not is_done(folder, point):
+                    begin(point)
                     write_json(measure(point, command=command, waiting=waiting), file_of(folder, point))
                 for path in superseded(folder, point):
                     (folder / OLD).mkdir(exist_ok=True)

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama.cli.benchmark_inference import DIED, as_started, report_exit_code, show_report
 from llama.cli.compare import malformed_refused, read_result
@@ -67,11 +68,18 @@ def main(
 def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
     """Measure the i-th of n parts of a plan; return its exit code, as `measure_cells`."""
     cores = FreeCores()  # looks while torch is loaded
-    from llama.bench.sweep import is_done, part_of, read_plan
+    from llama.bench.sweep import error_of, is_done, part_of, read_plan
 
     points = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n)
     cores.choose_threads(console.note)
     exit_code = measure_cells(points, folder)
+    failed: dict[str, list[str]] = {}
+    for point in points if n > 1 else ():  # without parts, the report names them
+        if (error := error_of(folder, point)) is not None:
+            failed.setdefault(error, []).append(point.name)
+    for error, names in failed.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.say(f"{names[0]}{more}: {error}")
     done = sum(is_done(folder, point) for point in points)
     console.put(f"{folder}: {done} of {len(points)} cells of part {i} of {n} are done")
     return exit_code
@@ -79,19 +87,29 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
 
 def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
     """Measure the cells that are not done, with a progress bar; return the exit code of all, done before or now."""
+    from llama.bench.plan import duration
     from llama.bench.run.directory import read_report
     from llama.bench.sweep import OLD, file_of, is_done, measure_points, superseded
 
-    again = sum(bool(superseded(folder, point)) for point in points if not is_done(folder, point))
-    if again:
+    undone = {point for point in points if not is_done(folder, point)}
+    if again := sum(bool(superseded(folder, point)) for point in undone):
         changed = "the code or files that they read have changed"
         console.note(f"{again} cells are measured again: {changed}; {folder / OLD} keeps their old results")
-    done = 0
+    done = len(points) - len(undone)
+    look: dict[str, Any] = {"initial": done, "bar_format": "{desc}: {n_fmt} of {total_fmt} |{bar}| {elapsed}{postfix}"}
     try:
-        with progress_bar("cells", total=len(points), unit="cell") as bar:
-            for _ in measure_points(points, folder, command=as_started(), waiting=bar.refresh):
-                done += 1
-                bar.update()
+        with progress_bar("cells", total=len(points), **look) as bar:
+
+            def begin(point: "Point") -> None:
+                took = (time.perf_counter() - began) / max(1, bar.n - bar.initial)
+                left = f", about {duration(took * (len(points) - bar.n))} left" if bar.n > bar.initial else ""
+                bar.set_postfix_str(f"now {point.name}{left}")
+
+            began = time.perf_counter()
+            for point in measure_points(points, folder, command=as_started(), waiting=bar.refresh, begin=begin):
+                if point in undone:
+                    done += 1
+                    bar.update()
     except BaseException:
         console.note(f"{done} of {len(points)} cells are done; the same command measures the others")
         raise

@@ -302,12 +302,19 @@ def test_a_cell_is_measured_once_and_again_if_its_file_is_torn_or_it_died(tmp_pa
     ("error", "status", "code"), [(None, "ok", 0), ("refused: long", "ok", 1), (None, "violated", 3)]
 )
 def test_a_part_and_the_whole_have_the_exit_code_of_their_cells(
-    tmp_path: Path, counted: Counted, error: str | None, status: Status, code: int
+    tmp_path: Path,
+    counted: Counted,
+    error: str | None,
+    status: Status,
+    code: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     counted.error, counted.checks = error, [check(0, "cache", "it was off", status)]
     (plan := tmp_path / "plan.toml").write_text("contexts = [64, 65]")
-    for part in ("1/2", "2/2", "1/1"):
+    for part, context in (("1/2", 64), ("2/2", 65), ("1/1", 64)):
         assert command.main(str(plan), out=str(tmp_path / "out"), part=part) == code
+        said = capsys.readouterr().err
+        assert error is None or part == "1/1" or f"{context} tokens, batch 1 and 1 more: {error}" in said
     assert len(counted.done) == 4, "each cell once"
 
 
@@ -342,6 +349,20 @@ def test_a_process_waits_for_another_that_has_its_group(
     list(measure_points(POINTS, tmp_path, command="x", waiting=waiting))
     assert len(looks) == 3
     assert counted.done == ["off", "static", "int8"]
+
+
+def test_the_bar_names_the_cell_that_is_measured_and_the_time_left_once_it_is_known(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llama.host.progress.EVERY_S", -1.0)  # a line for each look
+    measure_all(tmp_path, POINTS[:1])
+    command.measure_cells(POINTS, tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "now" in line]
+    assert re.fullmatch(r"cells: 1 of 3 \|.*\| 00:00, now demo, generate, static, 64 tokens, batch 1", lines[0])
+    assert re.search(
+        r"cells: 2 of 3 .*, now demo, generate, int8, 64 tokens, batch 1, about 0 s left", "\n".join(lines)
+    )
+    assert not any("?" in line for line in lines)
 
 
 # ---- many ------------------------------------------------------------------------------------------------------------
