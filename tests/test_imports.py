@@ -132,7 +132,7 @@ MAY_IMPORT = {
     "llama/cli/inference.py": (f"{CORE} __init__ api cli host tokenizer untrusted watch", ""),
     "llama/cli/benchmark_inference.py": ("bench cli host ranks", ""),
     "llama/cli/compare.py": ("bench cli host untrusted", ""),
-    "llama/cli/claim.py": ("bench cli host", ""),
+    "llama/cli/claim.py": ("bench cli host untrusted", ""),
     "llama/cli/submit.py": ("host.console", "submitit"),
     "llama/cli/sweep.py": ("bench cli host untrusted", ""),
     "llama/cli/prompt_files.py": (f"{CORE} cli host sessions.origin tokenizer untrusted", ""),

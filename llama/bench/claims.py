@@ -1,10 +1,10 @@
-"""Published claims about KV caches: each is a plan of a sweep, and a rule that makes a verdict of its cells.
+"""Claims about KV caches, published or a user's own: each is a plan of a sweep, and a rule that judges its cells.
 
 `claims.toml` has them, and says what a rule is. Knows no folder of results: the caller finds the report of a cell.
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import eq, ge, gt, le, lt
@@ -96,10 +96,43 @@ def _cell(side: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}".removeprefix("kind ") for name, value in side.items() if name != "figure")
 
 
-def read_claims() -> dict[str, Claim]:
-    """Return all claims by name."""
-    text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
-    return {name: Claim(name, **entry) for name, entry in tomllib.loads(text).items()}
+def read_claims(text: str | None = None) -> dict[str, Claim]:
+    """Return the claims of a text in TOML by name, by default the published ones. Raises ValueError for a wrong one."""
+    if text is None:
+        text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
+        return {name: Claim(name, **entry) for name, entry in tomllib.loads(text).items()}
+    try:
+        claims = {name: _checked(name, entry) for name, entry in tomllib.loads(text).items()}
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"the claims are not TOML: {error}") from error
+    if not claims:
+        raise ValueError("there is no claim; llama/bench/claims.toml has examples")
+    return claims
+
+
+def _checked(name: str, entry: Any) -> Claim:
+    """Return the claim of an entry. Raises ValueError with its name if it cannot be judged."""
+    _check_table(f"claim {name}", entry, {"says": str, "source": str, "plan": dict, "rule": dict}, optional={"plan"})
+    rule, sides = f"the rule of claim {name}", {"minus": dict, "over": dict}
+    bounds = dict.fromkeys(BOUNDS, float)
+    _check_table(rule, entry["rule"], {"figure": str, "of": dict, **sides, **bounds}, optional={*sides, *bounds})
+    if len(bounds.keys() & entry["rule"]) != 1 or len(sides.keys() & entry["rule"]) == 2:
+        raise ValueError(f"{rule} must have one of {', '.join(bounds)}, and at most one of minus and over")
+    claim = Claim(name, **entry)
+    for side in claim.sides:
+        claim.point(side)
+    return claim
+
+
+def _check_table(where: str, table: Any, types: Mapping[str, type], *, optional: Collection[str]) -> None:
+    """Raise ValueError unless a table has all fields that are not optional, and no others, each of its type."""
+    if not isinstance(table, dict) or types.keys() - optional - table.keys():
+        raise ValueError(f"{where} is {table!r:.80}, and must have {', '.join(types.keys() - optional)}")
+    for name, value in table.items():
+        kind = types.get(name)
+        if kind is None or not (type(value) is kind or (kind is float and type(value) is int)):
+            known = ", ".join(f"{one} ({types[one].__name__})" for one in types)
+            raise ValueError(f"{where} has {name}={value!r:.80}; known are {known}")
 
 
 def judge(claim: Claim, report_of: Callable[[Point], Report]) -> Verdict:

@@ -42,9 +42,9 @@ AXES: dict[str, list[Any]] = {
 SETTINGS: dict[str, type] = {
     **dict.fromkeys(("repeats", "samples", "greedy_tokens", "output_len", "threads", "activations", "seed"), int),
     **dict.fromkeys(("compare", "exact", "fast", "repack"), bool),
-    **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "tokenizer_path"), str),
+    **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "text", "tokenizer_path"), str),
 }
-OF_TASK = ("repeats", "samples", "greedy_tokens", "compare")  # settings that are no fields of a cell
+OF_TASK = ("repeats", "samples", "greedy_tokens", "compare", "text")  # settings that are no fields of a cell
 OLD = "old"  # the folder of superseded results, which no report reads
 LOOK_EVERY = 1.0  # seconds, at a lock that another process has
 
@@ -131,7 +131,8 @@ def inputs_of(point: Point, library: str, read: Callable[[str], str]) -> str:
     """Return the digest of the library's code and of the files that a cell reads, each of which `read` digests."""
     known = Cell(model=point.model, tokenizer_path=dict(point.settings).get("tokenizer_path"))
     code = None if point.kind == OFF else with_code(known.but(kv_cache=point.kind)).code
-    files = read_by(known, *([point.task] if point.task.endswith(IN_FILE) else []))
+    own = {"quality": dict(point.settings).get("text")}.get(point.task, point.task)
+    files = read_by(known, *([own] if own is not None and Path(own).is_file() else []))
     words = json.dumps([library, code, *map(read, files)])
     return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
@@ -160,6 +161,8 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
     for name in ("compare", "speculate"):
         if name in settings and GENERATE not in axes["tasks"]:
             raise ValueError(f"the plan has {name}, which only the task {GENERATE} can have")
+    if "text" in settings and ("quality" not in axes["tasks"] or not Path(settings["text"]).is_file()):
+        raise ValueError(f"the plan has text={settings['text']!r}, which must be a file, for the task quality")
     if "speculate" in settings and OFF in axes["kinds"]:
         raise ValueError(f"the plan has speculate, and guesses need a cache: give kinds without {OFF}")
     fields = {name: value for name, value in settings.items() if name not in OF_TASK and value != "auto"}
@@ -267,7 +270,7 @@ def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
     limit, scored = find_model(cell).args.max_seq_len, min(AMOUNTS[0][0], point.context // 2)
     asked: Any = {"kinds": [point.kind], "contexts": [] if point.task.endswith(IN_FILE) else [point.context]}
     if point.task == "quality":
-        asked["prompt_len"] = point.context - scored
+        asked |= {"prompt_len": point.context - scored, "text": dict(point.settings).get("text")}
         if scored < FEWEST:
             raise ValueError(f"context={point.context} is too short: a kind is judged on texts of {2 * FEWEST} tokens")
     elif point.task not in KIND_TASKS:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llama.bench.schema import Report
     from llama.bench.sweep import Point
 
-_LONGEST_PLAN = 1 << 20  # bytes of a plan
+LONGEST_PLAN = 1 << 20  # bytes of a plan
 
 
 def main(
@@ -70,7 +70,7 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
     cores = FreeCores()  # looks while torch is loaded
     from llama.bench.sweep import error_of, is_done, part_of, read_plan
 
-    points = part_of(read_plan(read_text(file, limit=_LONGEST_PLAN)), i, n)
+    points = part_of(read_plan(read_text(file, limit=LONGEST_PLAN)), i, n)
     cores.choose_threads(console.note)
     exit_code = measure_cells(points, folder)
     failed: dict[str, list[str]] = {}
@@ -122,7 +122,7 @@ def _submit(file: Path, folder: Path, cluster: str, tasks: int, options: list[st
     """Measure the parts of a plan by tasks of a cluster, until every cell is done or tasks die again and again."""
     from llama.bench.sweep import is_done, part_of, read_plan
 
-    points = read_plan(read_text(file, limit=_LONGEST_PLAN))
+    points = read_plan(read_text(file, limit=LONGEST_PLAN))
     parts = [part_of(points, i, tasks) for i in range(1, tasks + 1)]
 
     def undone() -> dict[int, int]:

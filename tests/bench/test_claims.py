@@ -191,5 +191,52 @@ def test_the_command_judges_cells_that_are_there_and_lists_claims(
     assert main() == 0
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in CLAIMS)
-    with pytest.raises(ValueError, match="'int5' is not a claim; known are all, memory-off"):
+    with pytest.raises(ValueError, match="'int5' is not a claim; known are all, FILE.toml, memory-off"):
         main("int5")
+
+
+OWN = """
+[mine]
+    says = "four bits lose nothing on my text"
+    source = "me"
+    plan = { tasks = ["quality"], contexts = [256], kinds = ["static", "int4"] }
+    rule = { figure = "quality.nlls", of = { kind = "int4" }, minus = { kind = "static" }, at_most = 0.02 }
+"""
+
+
+def test_a_file_of_ones_own_has_claims_that_are_judged_like_the_published_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llama.cli.claim.measure_cells", lambda *_: 0)
+    (file := tmp_path / "own.toml").write_text(OWN)
+    for point in read_claims(OWN)["mine"].points:
+        write_json(report_of(quality(0.01), point), file_of(tmp_path, point))
+    assert main(str(file), out=str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| mine \| four bits lose nothing on my text \| me \|.*\| confirmed +\|", shown)
+    assert "int4-lossless" not in shown, "the published ones were not asked for"
+    file.write_text(OWN.replace("[mine]", "[int4-lossless]"))
+    with pytest.raises(ValueError, match="int4-lossless is a claim already; give it another name"):
+        main(str(file))
+
+
+WRONG = {
+    (OWN, "[mine"): "the claims are not TOML",
+    (OWN, ""): "there is no claim",
+    (OWN, "mine = 1"): "claim mine is 1, and must have",
+    ('    source = "me"', ""): "claim mine is .*, and must have",
+    ('"me"', "1"): "claim mine has source=1; known are says",
+    ("source", "sauce"): "claim mine is .*, and must have",
+    ("at_most", "around"): "the rule of claim mine has around=0.02; known are figure",
+    ("at_most = 0.02", 'at_most = "0.02"'): "has at_most='0.02'; known are",
+    (", at_most = 0.02", ""): "must have one of below, at_most",
+    ("at_most = 0.02", "at_most = 0.02, below = 1"): "must have one of below, at_most",
+    ("at_most = 0.02", "at_most = 0.02, over = { kind = 'static' }"): "at most one of minus and over",
+    ('of = { kind = "int4" }', 'of = { kind = "int8" }'): "claim mine: int8 is 0 cells of the plan, and must be one",
+    ('["static", "int4"]', '["static", "lru"]'): "is not a known kind of cache",
+}
+
+
+def test_a_wrong_claim_is_refused_by_its_name() -> None:
+    cases = [(partial(read_claims, OWN.replace(*change)), error) for change, error in WRONG.items()]
+    assert unrefused(cases) == []

@@ -174,6 +174,8 @@ REFUSED = {
     "greedy_tokens = -1": "greedy_tokens=-1, which must be at least 0",
     "greedy_tokens = 257": "greedy_tokens=257, which must be at most 256",
     'compare = true\ntasks = ["costs"]': "the plan has compare, which only the task generate can have",
+    'text = "absent.txt"\ntasks = ["quality"]': "text='absent.txt', which must be a file, for the task quality",
+    f"text = {__file__!r}": "which must be a file, for the task quality",
     'speculate = "lookup"': "the plan has speculate, and guesses need a cache: give kinds without off",
     "repeats = 2.5": "must be of the type int",
     "exact = 1": "must be of the type bool",
@@ -236,6 +238,17 @@ def test_a_cell_of_quality_has_needles_at_its_own_context_alone(tmp_path: Path) 
     model = write_checkpoint(tmp_path / "tiny", max_seq_len=1024, **NATIVE_SIZES)
     point = Point(str(model), "quality", 512, 1, "int8")
     assert sweep._kind_jobs(point, point.cell())[0]["needle_lengths"] == [512]
+
+
+def test_a_cell_of_quality_is_judged_on_a_text_of_ones_own_whose_content_is_in_its_id(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "tiny", max_seq_len=256, **NATIVE_SIZES)
+    (file := tmp_path / "own.txt").write_text("a pear. " * 300)
+    plan = f"models = ['{model}']\ntasks = ['generate', 'quality']\nkinds = ['int8']\ncontexts = [128]\ntext = '{file}'"
+    generated, point = read_plan(plan)
+    assert sweep._kind_jobs(point, point.cell())[0]["text"] == str(file)
+    file.write_text("a pair. " * 300)
+    assert [one.id for one in read_plan(plan)] != [generated.id, point.id]
+    assert read_plan(plan)[0].id == generated.id, "which does not read it"
 
 
 def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> None:
