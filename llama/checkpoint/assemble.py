@@ -5,6 +5,7 @@ Knows Meta's names and shapes. Of file formats it reads only JSON.
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from llama.args import SETTINGS, ModelArgs
 from llama.model import Transformer
 from llama.quant.packed import Format, MappedWeight, Parts
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.files import read_regular
 from llama.untrusted.json_object import parse_object
@@ -265,8 +266,14 @@ def read_config(path: Path, *, limit: int = 1 << 20) -> dict[str, Any]:
         return parse_object(read_regular(path, limit=limit))
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of Hugging Face's tokenizer.json or, under any other name, of Meta's tokenizer.model."""
+def read_tokenizer(directory: Path, name: str, given: Path | None) -> Tokenizer:
+    """Return the tokenizer of Hugging Face's tokenizer.json or, under any other name, of Meta's tokenizer.model.
+
+    It is that of the file `given`, else of `name` in the directory; a MissingTokenizer if there is no such file.
+    """
+    path = given or directory / name
+    if given is None and not os.path.lexists(path):
+        return MissingTokenizer(f"{directory} lacks {name} (the vocabulary)")
     with refusing(path, "is not a tokenizer that can be used"):
         return Tokenizer.from_huggingface(path) if path.suffix == ".json" else Tokenizer(path)
 

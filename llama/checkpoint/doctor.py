@@ -12,7 +12,7 @@ from llama.checkpoint import stored_bytes
 from llama.checkpoint.assemble import Checkpoint, Weight
 from llama.costs import MB, Layout, cache_bytes, parameters, weights_bytes
 from llama.quant.packed import GROUP
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.tokenizer.chat import ChatFormat
 
 _WEIGHTS = ("*.gguf", "*.safetensors", "consolidated*.pth")
@@ -69,6 +69,8 @@ def _type(weight: Weight) -> str:
 
 
 def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> dict[str, str]:
+    if isinstance(tokenizer, MissingTokenizer):
+        return {"tokenizer": "none, so the model works on ids alone"}
     unused = args.vocab_size - tokenizer.n_words
     padding = f", and {unused} rows of the embedding beyond it" if unused else ""
     texts = {id: text for text, id in tokenizer.special_tokens.items()}

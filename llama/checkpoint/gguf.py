@@ -28,7 +28,7 @@ from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
 from llama.checkpoint.half_split import in_our_order
 from llama.quant.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.gguf_header import TensorInfo, read_gguf_header
 from llama.untrusted.mapped import MappedFile
@@ -84,7 +84,12 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     args = _args(path, sizes, family, header.metadata.get("tokenizer.ggml.tokens"))
     names = gguf_names(args)
     with refusing(path, "contains no tokenizer that can be used"):
-        tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path else Tokenizer.from_gguf(header.metadata)
+        if tokenizer_path:
+            tokenizer = read_tokenizer(path.parent, "", tokenizer_path)
+        elif header.metadata.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
+            tokenizer = MissingTokenizer(f"{path} lacks tokenizer.ggml.model (the vocabulary)")
+        else:
+            tokenizer = Tokenizer.from_gguf(header.metadata)
     with refusing(path, "cannot be mapped"):
         tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)

@@ -79,7 +79,9 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
             for name, weight in read_shard(path, indexed).items()
             if not name.endswith(_IGNORED)
         }
-    tokenizer = read_tokenizer(tokenizer_path or _tokenizer_file(directory))
+    # Old directories have SentencePiece's tokenizer.model, and no other.
+    is_old = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").exists()
+    tokenizer = read_tokenizer(directory, "tokenizer.model" if is_old else "tokenizer.json", tokenizer_path)
     return assemble(
         directory,
         args=args,
@@ -91,14 +93,6 @@ def open_huggingface(directory: Path, *, tokenizer_path: Path | None = None) -> 
         family=family.name,
         assumed=[f"{key}={value} (transformers)" for key, value in assumed.items()],
     )
-
-
-def _tokenizer_file(directory: Path) -> Path:
-    """Return tokenizer.json, or SentencePiece's tokenizer.model: old directories have no other."""
-    old = directory / "tokenizer.model"
-    if old.is_file() and not (directory / "tokenizer.json").exists():
-        return old
-    return need_file(directory, "tokenizer.json", "the vocabulary")
 
 
 def _family(path: Path, config: Mapping[str, Any]) -> Family:

@@ -74,7 +74,7 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None, max_seq_le
     """
     params_path = need_file(directory, "params.json", "the sizes of the model")
     params = read_config(params_path)
-    tokenizer = read_tokenizer(tokenizer_path or need_file(directory, "tokenizer.model", "the vocabulary"))
+    tokenizer = read_tokenizer(directory, "tokenizer.model", tokenizer_path)
     args, assumed = meta_args(params_path, params, tokenizer, max_seq_len=max_seq_len)
     mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
     shards = {name: read_pth_header(file) for name, file in mapped.items()}
@@ -115,6 +115,8 @@ def meta_args(
                 'later model; add "rope_theta" to the file',
             )
         unstated["rope_theta"] = (_BASE, "Llama 1 and 2")
+    if params.get("vocab_size", -1) == -1 and not tokenizer.n_words:
+        raise CheckpointError(path, "lacks vocab_size, and there is no tokenizer.model that has it; add one of them")
     if params.get("vocab_size", -1) == -1:
         unstated["vocab_size"] = (tokenizer.n_words, "the tokenizer")
     args = make_args(path, **{**params, **{name: value for name, (value, _) in unstated.items()}})

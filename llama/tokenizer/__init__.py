@@ -1,5 +1,5 @@
 """Text <-> ids: the three kinds of tokenizer file, and the formats of chats."""
 
-from llama.tokenizer.tokenizer import TextStream, Tokenizer
+from llama.tokenizer.tokenizer import MissingTokenizer, TextStream, Tokenizer
 
-__all__ = ["TextStream", "Tokenizer"]
+__all__ = ["MissingTokenizer", "TextStream", "Tokenizer"]

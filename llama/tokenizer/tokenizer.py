@@ -139,6 +139,27 @@ class Tokenizer:
         return TextStream(self, begins=begins)
 
 
+class MissingTokenizer(Tokenizer):
+    """Stands for the tokenizer that a checkpoint lacks: what needs one raises ValueError, and work on ids does not."""
+
+    n_words = 0
+    sentencepiece = False  # of Meta's folders without one, those that state all their sizes are Llama 3's
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy and pickle
+            raise AttributeError(name)
+        raise ValueError(f"{self._why}; text needs it: give tokenizer_path, or work on ids (model.generate_tokens)")
+
+    def fingerprint(self) -> str:
+        return "none"
+
+    def widen(self, size: int) -> None:
+        pass
+
+
 class TextStream:
     """Decodes ids one by one; the results of `feed`, and of `flush` at the end, join to that of `Tokenizer.decode`."""
 

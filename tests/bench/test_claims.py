@@ -191,7 +191,7 @@ def test_the_command_judges_cells_that_are_there_and_lists_claims(
     assert main() == 0
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in CLAIMS)
-    with pytest.raises(ValueError, match="'int5' is not a claim; known are all, FILE.toml, memory-off"):
+    with pytest.raises(ValueError, match=r"'int5' is not a claim; known are all, FILE\.toml, memory-off"):
         main("int5")
 
 

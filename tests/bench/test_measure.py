@@ -31,6 +31,7 @@ from llama.kv_cache import StaticCache
 from llama.quant.layers import quantized_weights
 from llama.quant.packed import PackedWeight
 from llama.speculation import Width
+from llama.tokenizer import MissingTokenizer
 from llama.verify.guesses import Eager
 
 CPU = torch.device("cpu")
@@ -660,3 +661,11 @@ def test_the_grid_goes_up_to_its_end() -> None:
     assert context_lengths(1) == [1]
     assert context_lengths(5) == [2, 3, 4, 5]
     assert context_lengths(300) == [*sorted(factor << n for factor in (2, 3) for n in range(8))[:-1], 300]
+
+
+def test_random_ids_are_measured_without_a_tokenizer() -> None:
+    engine = LlamaEngine(tiny_model(), MissingTokenizer("it lacks one"))
+    assert len(engine.run([[1, 2]], 3, kv_caching=True).ids[0]) == 3
+    assert engine.decode([1]) == ""
+    with pytest.raises(ValueError, match="it lacks one; text needs it"):
+        engine.encode("a")

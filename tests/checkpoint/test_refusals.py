@@ -3,7 +3,9 @@
 import json
 import shutil
 import time
-from functools import cache
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,15 @@ from checkpoints import (
     write_huggingface,
     write_meta,
 )
+from refusals import unrefused
 from safetensors.torch import load_file, save_file
 from tables import table
 
+from llama import load
 from llama.checkpoint import CheckpointError, open_checkpoint
+from llama.checkpoint.convert import convert
+from llama.checkpoint.doctor import facts
+from llama.checkpoint.export import save_gguf
 from llama.untrusted.gguf_header import read_gguf_header
 
 
@@ -82,13 +89,42 @@ def test_one_file_of_a_checkpoint_is_refused_with_its_directory(meta: Path, hugg
 
 def test_an_incomplete_checkpoint_is_refused_with_the_missing_file(meta: Path, huggingface: Path) -> None:
     for folder, names in (
-        (meta, ("params.json", "tokenizer.model")),
-        (huggingface, ("config.json", "tokenizer.json", "model-00002-of-00004.safetensors")),
+        (meta, ("params.json",)),
+        (huggingface, ("config.json", "model-00002-of-00004.safetensors")),
     ):
         for name in names:
             (folder / name).rename(folder.parent / name)
             assert f"lacks {name}" in refusal(folder)
             (folder.parent / name).rename(folder / name)
+
+
+def test_a_checkpoint_without_a_tokenizer_works_on_ids_and_names_what_text_lacks(
+    meta: Path, huggingface: Path, tmp_path: Path
+) -> None:
+    def texts_of(folder: Path) -> tuple[Any, Any]:
+        model, tokenizer = load(folder, device="cpu", dtype="fp32")
+        return model.generate_tokens([[5, 6, 7]], 4, temperature=0), (model, tokenizer)
+
+    for folder, name in ((meta, "tokenizer.model"), (huggingface, "tokenizer.json")):
+        expected, (model, known) = texts_of(folder)
+        save_gguf(model, bare := tmp_path / "bare.gguf")
+        (folder / name).unlink()
+        found, (_, missing) = texts_of(folder)
+        assert found == expected == texts_of(bare)[0]
+        assert deepcopy(missing).fingerprint() != known.fingerprint()
+        uses: list[Callable[[], object]] = [
+            partial(model.generate, missing, ["x"], 4),
+            partial(missing.encode, "x", bos=True, eos=False),
+            partial(missing.decode, [5]),
+            partial(getattr, missing, "stop_tokens"),
+            partial(convert, folder, tmp_path / "out.gguf", type="f32"),
+        ]
+        said = f"lacks {name} .* give tokenizer_path, or work on ids"
+        assert unrefused([(use, said) for use in uses]) == []
+        assert facts(open_checkpoint(folder))["tokenizer"] == "none, so the model works on ids alone"
+    params = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
+    assert "lacks vocab_size, and there is no tokenizer.model that has it" in refusal(meta)
 
 
 def test_config_without_weights(meta: Path, huggingface: Path) -> None:

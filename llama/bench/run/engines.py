@@ -23,7 +23,7 @@ from llama.model import Transformer
 from llama.request import Options, common_beginning
 from llama.stepper import CallKind
 from llama.streaming import TextCodec, encode_prompt
-from llama.tokenizer import Tokenizer
+from llama.tokenizer import MissingTokenizer, Tokenizer
 
 Prompts = Sequence[Sequence[int]]  # the ids of each row
 GREEDY: Options = {"temperature": 0.0}
@@ -86,7 +86,8 @@ class Engine(ABC):
 
     def __init__(self, args: ModelArgs, tokenizer: TextCodec, *, path: str, weights_bytes: int) -> None:
         self.args, self.path, self.weights_bytes = args, path, weights_bytes
-        self.encode, self.decode = partial(encode_prompt, tokenizer), tokenizer.decode
+        self.encode = partial(encode_prompt, tokenizer)
+        self.decode = (lambda ids: "") if isinstance(tokenizer, MissingTokenizer) else tokenizer.decode
 
     @abstractmethod
     def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
