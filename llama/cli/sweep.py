@@ -94,7 +94,9 @@ def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
     undone = {point for point in points if not is_done(folder, point)}
     if again := sum(bool(superseded(folder, point)) for point in undone):
         changed = "the code or files that they read have changed"
-        console.note(f"{again} cells are measured again: {changed}; {folder / OLD} keeps their old results")
+        console.note(
+            f"measuring {again} of {len(points)} cells again: {changed}; {folder / OLD} stores the old results"
+        )
     done = len(points) - len(undone)
     look: dict[str, Any] = {"initial": done, "bar_format": "{desc}: {n_fmt} of {total_fmt} |{bar}| {elapsed}{postfix}"}
     try:

@@ -101,6 +101,7 @@ def test_two_contents_of_the_file_of_a_kind_are_two_rows_that_the_table_tells_ap
     report = merged([report_of(STATIC), *mine])
     assert [row.get("time_of_full") is not None for row in rows_of(report, "cell")] == [True] * 3
     assert [f"| {code} |" in report_markdown(report) for code in ("none", "aa", "bb")] == [True] * 3
+    assert "| aa |" not in report_markdown(merged([report_of(STATIC), mine[0]])), "one content needs no column"
 
 
 def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -> None:

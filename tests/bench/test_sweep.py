@@ -122,7 +122,7 @@ def test_a_cell_whose_files_were_edited_is_measured_again_and_its_old_result_is_
         for _ in range(2):
             command.main(str(file), out=str(out))
         assert counted.done == again
-        assert f"{len(again)} cells are measured again: the code or files" in capsys.readouterr().err
+        assert f"measuring {len(again)} of 4 cells again: the code or files" in capsys.readouterr().err
         assert len(rows_of(report_at(out / "report" / "results.json"), "cell")) == 4
     assert len([*(out / sweep.OLD).iterdir()]) == 8
 

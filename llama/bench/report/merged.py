@@ -35,6 +35,8 @@ def _table(report: Report, figures: str, rows: Sequence[Row]) -> Table:
     named = [*NAMED, *(key for key in KEYS[figures] if key not in {*NAMED, *IN_NAMES})]
     fields = [name for name in Cell.__dataclass_fields__ if name not in {*named, *IN_NAMES}]
     named += [name for name in fields if len({repr(row[name]) for row in shown}) > 1]
+    if len({(row["kind"], row["code"]) for row in shown}) == len({row["kind"] for row in shown}):
+        named = [name for name in named if name != "code"]  # the kind tells it
     left = {*named, *IN_NAMES, *LEFT, *({"setup"} if len(report["plan"]["setups"]) < 2 else {})}
     measured = [name for name in TABLE_COLUMNS if name not in left]
     measured = [name for name in measured if any(row.get(name) is not None for row in shown)]
