@@ -343,12 +343,12 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
     ("file", "functions"),
     [
         ("llama/model.py", ["Attention.forward", "Transformer.forward"]),
-        ("llama/switches.py", ["Switches.with_kv_caching"]),
+        ("llama/switches.py", ["Switches.execution", "Switches.with_kv_caching"]),
         ("llama/generation.py", ["made_cache"]),
     ],
 )
 def test_the_cache_switch_has_one_branch_that_computes(file: str, functions: list[str]) -> None:
-    """It is in Attention.forward; the others choose which model, and which cache, a call has.
+    """It is in Attention.forward; the others choose which model, and which cache, a call has, or name what runs.
 
     Counted are `if` and ternaries on kv_caching. One that can only raise is a refusal, not a second way through.
     """

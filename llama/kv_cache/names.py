@@ -88,7 +88,7 @@ def read_kind(text: str) -> Kind:
 
 
 def cache_kind(text: str) -> str:
-    """Run each FILE.py of `text` once, and return `text` with NAME in place of FILE.py:NAME.
+    """Run each FILE.py of `text`, and return `text` with NAME in place of FILE.py:NAME.
 
     Raises ValueError for a file that cannot be run, and as `kinds_named` does.
     """
@@ -103,25 +103,26 @@ def cache_kind(text: str) -> str:
 
 
 def run_file(path: Path, setting: str) -> ModuleType:
-    """Run a user's file once in this process, and return its module. `setting` named it, and begins each error.
+    """Run a user's file, and again once it was edited; return its module. `setting` named it, and begins each error.
 
     Raises ValueError for a file that cannot be run.
     """
-    # os.path raises no error for names that are too long, or links in a circle; running the file then does.
-    module = f"llama_kv_kind_{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]}"
-    if module in sys.modules:
-        return sys.modules[module]
+    # os.path raises no error for names that are too long, or links in a circle; reading the file then does.
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
         raise ValueError(f"{setting}: {path} is no regular file")
-    spec = spec_from_file_location(module, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = sys.modules[module] = module_from_spec(spec)  # pickle finds its classes by this name
+    name = ""
     try:
-        spec.loader.exec_module(loaded)
+        source = path.read_bytes()
+        digest = hashlib.sha256(os.path.realpath(path).encode() + b"\0" + source).hexdigest()
+        name = f"llama_kv_kind_{digest[:16]}"
+        if name not in sys.modules:
+            spec = spec_from_file_location(name, path)
+            assert spec is not None
+            sys.modules[name] = module_from_spec(spec)  # pickle finds its classes by this name
+            exec(compile(source, path, "exec"), vars(sys.modules[name]))  # a file of bytecode may be of the last edit
+        return sys.modules[name]
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's file may raise anything
-        del sys.modules[module]
+        sys.modules.pop(name, None)
         if isinstance(error, KeyboardInterrupt) and type(error) is not KeyboardInterrupt:
             raise  # a command's own error for a pressed key, not one of the file
         raise ValueError(f"{setting}: {path} cannot be run: {type(error).__name__}: {error}") from error
-    return loaded

@@ -56,7 +56,7 @@ def text_origin(model: Switches, tokenizer: TextCodec, day: str | None, kv_cache
         **origin(model),
         "kv_cache": kind,
         "own_code": own_code(*kind_classes(kind)),
-        "execution": str(model.execution),
+        "execution": str(model.execution_with(kind)),
         "code": model.runner and model.runner.code,
         "weights": weights_digest(model),
         "tokenizer": fingerprint(tokenizer, model.args.vocab_size),

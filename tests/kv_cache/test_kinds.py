@@ -77,6 +77,14 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
     assert seen == ["7", "7", "7", "5", None, "", "7", "7", "7"]
 
 
+def test_a_file_that_was_edited_is_run_again(tmp_path: Path) -> None:
+    file, model = tmp_path / "edited.py", tiny_model()
+    for version in ("1", "2", "2"):
+        file.write_text(MINE.replace("from a file", "edited") + f"\n    version = {version}\n")
+        model.kv_cache = f"{file}:edited"
+        assert vars(type(model.new_cache().layers[0]))["version"] == int(version)
+
+
 def test_a_file_that_cannot_be_run_is_refused_and_may_be_corrected(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     for code in ("import nothing_of_the_sort", "1 / 0", "def", "x = '\0'", "raise KeyboardInterrupt", "exit()"):

@@ -215,7 +215,7 @@ class LlamaEngine(Engine):
         runner = self.model.runner
         left = frozenset() if runner is None or self.model.exact else runner.plain  # because it is faster at them
         run.fast_wanted = sum(CallKind.of(*fed) not in left for fed in run.fed)
-        run.path = path_of(self.model, fast=run.fast_forwards, all=run.fast_wanted)
+        run.path = path_of(self.model.with_kv_caching(kv_caching), fast=run.fast_forwards, all=run.fast_wanted)
         if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
             # Only the plain path shows a prompt's attention to its cache.
             run.fast_wanted -= CallKind.of(*run.fed[0]) not in left
