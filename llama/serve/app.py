@@ -147,7 +147,8 @@ class App:
         chat, engine = request.url.path.endswith("/chat/completions"), self.engine
         asked = read(await _body(request), chat=chat, served=self.served)
         prompts = await run_in_threadpool(self._encoded, asked)
-        jobs = [self._job(asked, prompt, choice) for prompt in prompts for choice in range(asked.n)]
+        choices = (prompt for prompt in prompts for _ in range(asked.n))
+        jobs = [self._job(asked, prompt, index) for index, prompt in enumerate(choices)]
         if len(jobs) > self.places:  # waiting would not help
             most = f"the {self.places} texts that run and wait here (--rows, --queue)"
             raise Refused(f"{len(prompts)} prompts x n={asked.n} are more than {most}", param="n")
@@ -166,8 +167,8 @@ class App:
         except ValueError as error:
             raise Refused(str(error), param="messages" if asked.chat else "prompt") from None
 
-    def _job(self, asked: Asked, prompt: list[int], choice: int) -> Job:
-        """Return the job of one choice. Raises Refused for a text that is too long."""
+    def _job(self, asked: Asked, prompt: list[int], index: int) -> Job:
+        """Return the job of a choice, by its index in the answer. Raises Refused for a text that is too long."""
         longest, tokens = self.engine.longest, asked.max_tokens or DEFAULT_TOKENS[asked.chat]
         if longest is not None:
             tokens = tokens if asked.max_tokens else max(1, min(tokens, longest - len(prompt)))
@@ -180,7 +181,7 @@ class App:
                 )
         options = asked.options.copy()
         if isinstance(seed := options.get("seed"), int):
-            options["seed"] = seed + choice
+            options["seed"] = seed + index
         return Job(prompt, tokens, asked.stop, options, asked.kv_caching, asked.timings)
 
 

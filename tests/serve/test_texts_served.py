@@ -84,8 +84,10 @@ def test_choices_have_consecutive_seeds_and_prompts_keep_their_order(served: Ser
     answer = served.complete(["ab", [99, 100]], n=2, seed=3, max_tokens=6).json
     made = answer["choices"]
     assert [choice["index"] for choice in made] == [0, 1, 2, 3]
-    expected = [alone(prompt, 6, seed=seed)["generation"] for prompt in ("ab", "cd") for seed in (3, 4)]
+    expected = [alone(prompt, 6, seed=3 + i)["generation"] for i, prompt in enumerate(("ab", "ab", "cd", "cd"))]
     assert [choice["text"] for choice in made] == expected
+    equal = served.complete(["ab"] * 3, seed=1, max_tokens=6).json["choices"]
+    assert [choice["text"] for choice in equal] == [alone("ab", 6, seed=1 + i)["generation"] for i in range(3)]
     assert answer["usage"]["prompt_tokens"] == 4  # a prompt counts once
 
 
