@@ -159,30 +159,42 @@ class App:
 
     def _encoded(self, asked: Asked) -> list[list[int]]:
         """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""
+        tokenizer, ids = self.engine.tokenizer, []
         try:
-            if not asked.chat:
-                return [encode_prompt(self.engine.tokenizer, prompt) for prompt in asked.prompts]
-            self._chat = self._chat or ChatFormat(self.engine.tokenizer, day=self.engine.day)
-            return [self._chat.encode_dialog_prompt(dialog) for dialog in asked.prompts]
+            for prompt in asked.prompts:
+                if asked.chat:
+                    self._chat = self._chat or ChatFormat(tokenizer, day=self.engine.day)
+                    rendering = self._chat.render(prompt)
+                    self._check_length(asked, tokenizer.fewest(rendering.text))
+                    ids.append(self._chat.encode(rendering))
+                else:
+                    self._check_length(asked, tokenizer.fewest(prompt) if isinstance(prompt, str) else len(prompt))
+                    ids.append(encode_prompt(tokenizer, prompt))
+            return ids
         except ValueError as error:
-            raise Refused(str(error), param="messages" if asked.chat else "prompt") from None
+            raise Refused(str(error), param=asked.prompt_field) from None
 
     def _job(self, asked: Asked, prompt: list[int], index: int) -> Job:
         """Return the job of a choice, by its index in the answer. Raises Refused for a text that is too long."""
         longest, tokens = self.engine.longest, asked.max_tokens or DEFAULT_TOKENS[asked.chat]
-        if longest is not None:
-            tokens = tokens if asked.max_tokens else max(1, min(tokens, longest - len(prompt)))
-            if len(prompt) + tokens > longest:
-                raise Refused(
-                    f"the prompt has {len(prompt)} tokens and max_tokens={tokens}: more than the {longest} of this "
-                    "server (--max_seq_len); shorten one of them",
-                    param="max_tokens" if len(prompt) < longest else "messages" if asked.chat else "prompt",
-                    code="context_length_exceeded",
-                )
+        if longest is not None and not asked.max_tokens:
+            tokens = max(1, min(tokens, longest - len(prompt)))
+        self._check_length(asked, len(prompt), tokens)
         options = asked.options.copy()
         if isinstance(seed := options.get("seed"), int):
             options["seed"] = seed + index
         return Job(prompt, tokens, asked.stop, options, asked.kv_caching, asked.timings)
+
+    def _check_length(self, asked: Asked, prompt: int, tokens: int | None = None) -> None:
+        """Raise Refused for a text that is too long. Without `tokens`, `prompt` is a lower bound."""
+        longest = self.engine.longest
+        if longest is not None and prompt + (tokens or 1) > longest:
+            raise Refused(
+                f"the prompt has {'' if tokens else 'at least '}{prompt} tokens and max_tokens={tokens or 1}: more "
+                f"than the {longest} of this server (--max_seq_len); shorten one of them",
+                param="max_tokens" if prompt < longest else asked.prompt_field,
+                code="context_length_exceeded",
+            )
 
 
 class Reply(Response):

@@ -54,6 +54,10 @@ class Asked:
     kv_caching: bool
     options: Options
 
+    @property
+    def prompt_field(self) -> str:
+        return "messages" if self.chat else "prompt"
+
 
 class _Rule(NamedTuple):
     """What a field may be: a function that returns whether a value is right, or raises ValueError; and its words."""

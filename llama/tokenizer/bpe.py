@@ -105,13 +105,20 @@ class BpeCodec:
     def sentencepiece(self) -> bool:
         return isinstance(self.form, Spaces)
 
+    @property
+    def shortens(self) -> bool:
+        strips = any(token.lstrip or token.rstrip for token in self.added)
+        return strips or (isinstance(self.form, ByteLevel) and self.form.nfc)
+
     # ---- text -> ids -------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         with library_errors("tokenizers", "take this vocabulary"):
             library, ids = self._variant(special, begins or isinstance(self.form, ByteLevel))
         with library_errors("tokenizers", f"encode the text that begins {text[:40]!r}"):
-            found = [ids[number] for number in library.encode(text, add_special_tokens=False).ids]
+            # `encode` would keep Python's lock: a long text would stop all other threads for seconds.
+            (encoded,) = library.encode_batch_fast([text], add_special_tokens=False)
+        found = [ids[number] for number in encoded.ids]
         if _UNKNOWN in found:
             self._reject_unknown(text if library.normalizer is None else library.normalizer.normalize_str(text))
         return found

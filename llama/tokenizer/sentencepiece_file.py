@@ -69,7 +69,7 @@ class SentencePieceCodec:
     Text behind such a token gets a space before it, too, as in llama.cpp and transformers.
     """
 
-    sentencepiece = True
+    sentencepiece, shortens = True, False
 
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens

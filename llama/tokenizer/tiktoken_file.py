@@ -94,7 +94,7 @@ def _token(line: bytes, rank: int) -> bytes:
 class TiktokenCodec:
     """Encodes by tiktoken, which gets no special tokens and so cannot find any in a text."""
 
-    sentencepiece = False
+    sentencepiece = shortens = False
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: Mapping[str, int]) -> None:
         import tiktoken  # only this kind of file needs it

@@ -116,6 +116,11 @@ class Tokenizer:
         after = [_present(self.eos_id, "EOS")] if eos else []
         return before + ids + after
 
+    def fewest(self, s: str) -> int:
+        """Return a lower bound of the number of ids of a text, by its length alone; 0 if the vocabulary has none."""
+        known = self._vocabulary
+        return 0 if known.codec.shortens else -(-len(s.encode(errors="replace")) // known.longest)
+
     def decode(self, ids: Iterable[int], *, begins: bool = True) -> str:
         """Return the text of `ids`; special tokens give their text, broken UTF-8 gives U+FFFD.
 

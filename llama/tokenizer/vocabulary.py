@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,10 +32,14 @@ class Codec(Protocol):
     """Turns a text into ids.
 
     sentencepiece: the tokens are SentencePiece's pieces, as those of Llama 1 and 2, not byte-level letters.
+    shortens: a text may have more bytes than its tokens.
     """
 
     @property
     def sentencepiece(self) -> bool: ...
+
+    @property
+    def shortens(self) -> bool: ...
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         """Return the ids of a text. Of the special tokens only those in `special` are recognised.
@@ -74,6 +79,11 @@ class Vocabulary:
                 raise ValueError(f"bos, eos or pad id {named!r} is not in the vocabulary of {self.size} tokens")
         if self.adds_bos and self.bos_id is None:
             raise ValueError("the file asks for a BOS token before each text but names none")
+
+    @cached_property
+    def longest(self) -> int:
+        """The most bytes of a token."""
+        return max(map(len, self.pieces.values()))
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

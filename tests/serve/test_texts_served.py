@@ -120,7 +120,7 @@ def test_a_chat_template_prints_the_day_on_which_the_server_began() -> None:
     class Dated(Letters):
         chat_template, eos_id, pad_id = "{{ strftime_now('%Y-%m-%d') }}", 3, None  # type: ignore[assignment]
 
-    engine: Any = SimpleNamespace(tokenizer=Dated(), day="2000-01-02")
+    engine: Any = SimpleNamespace(tokenizer=Dated(), day="2000-01-02", longest=None)
     app = App(engine, served="demo", key=None, hosts=[], places=1, time_limit=1.0)
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
     assert app._encoded(read(body, chat=True, served="demo")) == [[*b"2000-01-02"]]

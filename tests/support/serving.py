@@ -35,6 +35,9 @@ class Letters:
             raise ValueError("the text has letters that are not ASCII")
         return [ord(letter) for letter in s]
 
+    def fewest(self, s: str) -> int:
+        return len(s)
+
     def decode_bytes(self, ids: Any, *, begins: bool = True) -> bytes:
         return bytes(ids).removeprefix(b" " if begins else b"")  # as SentencePiece, which adds a space
 

@@ -5,6 +5,7 @@ The ids of many more texts are compared in test_references.py.
 
 import base64
 import json
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -278,6 +279,42 @@ def test_a_long_run_of_one_kind_comes_back_and_takes_time_as_its_length(tokenize
 
     short, long = (min(seconds(count) for _ in range(2)) for count in (40_000, 160_000))
     assert long < 10 * short + 0.1  # quadratic time would be 16 times
+
+
+def test_a_long_text_stops_no_other_thread_while_it_is_encoded(tokenizer: Tokenizer) -> None:
+    """Python's lock is free in the middle of the call, so that the thread of a server's model can go on."""
+    seen: list[float] = []
+    ended = threading.Event()
+
+    def other() -> None:
+        while not ended.wait(0.0005):
+            seen.append(time.perf_counter())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begin = time.perf_counter()
+    plain(tokenizer, "1" * 250_000)
+    end = time.perf_counter()
+    ended.set()
+    thread.join()
+    quarter = (end - begin) / 4
+    assert any(begin + quarter < at < end - quarter for at in seen)
+
+
+@given(text=TEXTS)
+@many
+def test_the_length_of_a_text_bounds_its_ids_from_below(tokenizer: Tokenizer, text: str) -> None:
+    if is_representable(tokenizer, text):
+        assert tokenizer.fewest(text) <= len(plain(tokenizer, text))
+
+
+def test_a_text_that_nfc_makes_shorter_has_no_bound(tmp_path: Path) -> None:
+    bounds = []
+    for nfc in (False, True):
+        folder = saved(tmp_path / str(nfc), byte_level("smollm", nfc=nfc, many=False))
+        bounds.append(Tokenizer.from_huggingface(folder).fewest("ab" * 10_000))
+    assert bounds[0] >= 20_000 // 40
+    assert bounds[1] == 0
 
 
 def test_half_a_surrogate_pair_and_an_unknown_id_are_refused(tokenizer: Tokenizer) -> None:
