@@ -35,7 +35,6 @@ from llama.untrusted.words import printable
 logger = logging.getLogger(__name__)
 
 PUBLIC = ("/", "/health")  # paths that need no key
-BODY_SECONDS = 30  # for a client to send its body
 QUIET_SECONDS = 15  # after which a stream without tokens has a comment, so that it is not taken for broken
 LEFT_SECONDS = 5  # for a client to take its last bytes
 DEFAULT_TOKENS = {True: 512, False: 16}  # of a chat, if that fits; OpenAI's of a completion
@@ -72,25 +71,32 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Every error is OpenAI's JSON, unless a part of the answer was sent."""
-        began = False
+        began = whole = False
+        refused: Refused | None = None
 
-        async def noting(message: Message) -> None:
+        async def sending(message: Message) -> None:
             nonlocal began
             began = True
             await send(message)
 
+        async def receiving() -> Message:
+            nonlocal whole
+            message = await receive()
+            whole = not message.get("more_body")
+            return message
+
         self.open += 1
         try:
             self._admit(scope["path"], dict(scope["headers"]))
-            await self._router({**scope, "app": self}, receive, noting)
+            await self._router({**scope, "app": self}, receiving, sending)
         except ClientDisconnect:
             pass
         except Exception as error:
             refused = _refused(error)
-            if not began:
-                await JSONResponse(refused.body, refused.status, refused.headers)(scope, receive, send)
         finally:
             self.open -= 1
+        if refused is not None and not began:
+            await _refuse(refused, None if whole else receive, send)
 
     def cancel_all(self) -> None:
         """End all texts; their clients are told."""
@@ -294,17 +300,25 @@ async def _left(receive: Receive) -> None:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body. Raises Refused if it is too long or does not come."""
+    """Return the body. Raises Refused if it is too long."""
     data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                data += part
-                if len(data) > MOST_BYTES:
-                    raise Refused(f"the body has more than {MOST_BYTES:,} bytes; send less", 413)
-    except TimeoutError:
-        raise Refused(f"the body did not come within {BODY_SECONDS} s; send it again", 408) from None
+    async for part in request.stream():
+        data += part
+        if len(data) > MOST_BYTES:
+            raise Refused(f"the body has more than {MOST_BYTES:,} bytes; send less", 413)
     return bytes(data)
+
+
+async def _refuse(refused: Refused, receive: Receive | None, send: Send) -> None:
+    """Send an error. `receive`: of a body that has not ended, which is read: else its client may see a reset only."""
+    response = JSONResponse(refused.body, refused.status, refused.headers)
+    await send({"type": "http.response.start", "status": refused.status, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEFT_SECONDS):
+            while receive is not None and (await receive()).get("more_body"):
+                pass
+    await send({"type": "http.response.body"})
 
 
 def _refused(error: Exception) -> Refused:

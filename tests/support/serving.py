@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import socket
 import subprocess
@@ -168,10 +169,15 @@ def serving(
 
 
 @contextmanager
-def served_by_a_process(*flags: str) -> Iterator[tuple["subprocess.Popen[str]", Served]]:
-    """Run `llama-kv serve`, and yield its process and its server when the model is loaded."""
+def served_by_a_process(
+    *flags: str, files: int | None = None, **variables: str
+) -> Iterator[tuple["subprocess.Popen[str]", Served]]:
+    """Run `llama-kv serve`, which may open `files`, and yield its process and its server when the model is loaded."""
     command = [sys.executable, "-m", "llama", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, **pipes, env=os.environ | variables)
     try:
         assert process.stdout is not None
         address, _, about = process.stdout.readline().partition("  ")
