@@ -117,6 +117,19 @@ def load(
     return model.eval(), checkpoint.tokenizer
 
 
+def why_plain(args: ModelArgs) -> str | None:
+    """Return why `load` with `fast` would leave a float32 model of these sizes to the plain path here; else None.
+
+    It needs a CPU, compiles the native code if that was not done, and reads no weights.
+    """
+    with torch.device("meta"):
+        model = Transformer(replace(args, n_layers=1, vocab_size=1))
+    choose_once(logger.warning, torch.get_num_threads())  # nothing is timed
+    said = set[str]()
+    make_fast(model.to_empty(device="cpu"), cache_dir() / "native", said=said)  # memory that is never touched
+    return next(iter(said), None)
+
+
 def _build(
     checkpoint: Checkpoint,
     args: ModelArgs,

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from llama.api import why_plain
+from llama.args import ModelArgs
 from llama.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from llama.checkpoint.demo import demo_model_path
 from llama.checkpoint.doctor import facts, memory
@@ -46,7 +48,7 @@ def main(*paths: str, tokenizer_path: str | None = None, sha256: str | None = No
 
 def lines(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the description of a checkpoint that loads."""
-    found = facts(checkpoint)
+    found = facts(checkpoint) | {"fast path": fast_path(checkpoint.args)}
     width = max(map(len, found))
     yield from (f"{name:{width}}  {fact}" for name, fact in found.items())
     longest = checkpoint.whole_texts().max_seq_len
@@ -63,6 +65,15 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
             f"supported: it loads with --max_seq_len {longest}"
         )
     yield "loads"
+
+
+def fast_path(args: ModelArgs) -> str:
+    """Return whether native code runs a model of these sizes on this machine's CPU, and if not, why."""
+    try:
+        why = why_plain(args)
+    except RuntimeError as error:  # a user without a home
+        why = str(error)
+    return "yes, native code on this CPU" if why is None else f"no, because {why}"
 
 
 def check_manifest(manifest: Path, folder: Path) -> Iterator[tuple[str, bool]]:

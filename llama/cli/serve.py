@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama.api import load, pick_cache, pick_device
 from llama.host import console
-from llama.host.cores import FreeCores
+from llama.host.cores import threads
 from llama.host.machine import available_memory
 from llama.speculation import check_speculate
 from llama.untrusted.words import printable
@@ -34,6 +34,7 @@ def main(
     grace: float = 30.0,
     time_limit: float = 600.0,
     check: float = 0.0,
+    require_fast: bool = False,
 ) -> int:
     """Serve a model with OpenAI's HTTP interface, and a page at / that shows what the cache does.
 
@@ -57,6 +58,7 @@ def main(
         grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
         time_limit: The most seconds of a request.
         check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
+        require_fast: End with exit code 2, and serve nothing, if native code cannot run the model on this machine.
     """
     check_speculate(speculate)
     key = os.environ.get("LLAMA_KV_KEY") or None if key is None else key
@@ -82,13 +84,19 @@ def main(
     from llama.serve.engine import Engine
 
     kind, cpu = pick_cache(kv_cache), pick_device("auto").type == "cpu"
+    if require_fast and not cpu:
+        raise ValueError("--require_fast is for a CPU, and here is a GPU, on which the plain path runs; leave it out")
     listening = bind(host, port)
-    if cpu:
-        FreeCores().choose_threads(console.note)
+    # All cores within the user's count and the quota: the load of this moment says nothing about the next weeks.
+    count = threads() if cpu else None
 
     def loaded() -> "tuple[Transformer, Tokenizer]":
-        limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kind}
-        return load(ckpt_dir, dtype=dtype, quantize=quantize, fast=cpu, **limits)
+        limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kind, "threads": count}
+        model, tokenizer = load(ckpt_dir, dtype=dtype, quantize=quantize, fast=cpu, **limits)
+        if require_fast and model.runner is None:
+            why = "the plain path would run it, for the reason above, which llama-kv doctor shows, too"
+            raise ValueError(f"--require_fast: {ckpt_dir} has no fast path here: {why}")
+        return model, tokenizer
 
     def cache_bytes(model: "Transformer") -> int | None:
         free = available_memory(model.device)

@@ -74,7 +74,8 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
                     _compile(source, library, digest, defines)
                     loaded = _load(library)
     except OSError as error:
-        raise NoNativeCode(f"{library}: {error}") from error
+        remedy = "set LLAMA_CACHE_DIR to a folder that can be written"
+        raise NoNativeCode(f"{library}: {error.strerror or error}; {remedy}") from error
     if loaded is None:
         raise NoNativeCode(f"{library}, compiled by {find_compiler()}, cannot be loaded")
     return loaded
@@ -199,7 +200,10 @@ def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) 
 
 def _run(compiler: str, flags: Sequence[str], source: Path, made: Path) -> subprocess.CompletedProcess[str]:
     command = [*compiler.split(), *flags, str(source), "-o", str(made)]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise NoNativeCode(f"{compiler} cannot be run: {error.strerror or error}; set CXX to a C++ compiler") from error
 
 
 def _rejected(compiler: str, scratch: Path) -> list[str]:

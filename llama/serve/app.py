@@ -135,7 +135,7 @@ class App:
 
     async def _health(self, _: Request) -> Response:
         self._check_ready()
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "execution": self.engine.execution})
 
     async def _metrics(self, _: Request) -> Response:
         await asyncio.wrap_future(self.engine.gauges())
@@ -146,7 +146,7 @@ class App:
         check_model(request.path_params.get("name", self.served), self.served)
         own = {"id": self.served, "object": "model", "created": 0, "owned_by": "llama-kv"}
         own |= {"max_model_len": model.args.max_seq_len, "system_fingerprint": engine.fingerprint}
-        own |= {"kv_cache": engine.options.get("kv_cache"), "execution": str(model.execution)}
+        own |= {"kv_cache": engine.options.get("kv_cache"), "execution": engine.execution}
         return JSONResponse(own if request.path_params else {"object": "list", "data": [own]})
 
     async def _complete(self, request: Request) -> Response:

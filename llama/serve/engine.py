@@ -80,13 +80,14 @@ class Engine:
 
     load: returns the model and the tokenizer; it is called in the thread. check: the share of ended texts that are
     generated again, alone, when nothing else is to do. options: those of `Writer`; `cache_bytes` may be a function of
-    the model. model, tokenizer, fingerprint, and `longest`, the most positions of a text or None, exist once `ready` is
-    done, unless loading has failed.
+    the model. model, tokenizer, fingerprint, execution, and `longest`, the most positions of a text or None, exist once
+    `ready` is done, unless loading has failed.
     """
 
     model: Any
     tokenizer: Any
     fingerprint: str | None
+    execution: str
     longest: int | None
 
     def __init__(self, load: Callable[[], tuple[Any, Any]], *, check: float = 0.0, **options: Any) -> None:
@@ -150,6 +151,9 @@ class Engine:
         self.longest = None if bounded else model.args.max_seq_len
         self.day = day_of(self.tokenizer)
         self.fingerprint = fingerprint_of(self.model, self.tokenizer, self.options.get("kv_cache"), self.day)
+        self.execution = str(self.model.execution)
+        facts = {"execution": self.execution, "kv_cache": self.options.get("kv_cache"), "fingerprint": self.fingerprint}
+        self.metrics.model.info({name: str(fact or "") for name, fact in facts.items()})
         self._restart()
 
     def _restart(self) -> None:

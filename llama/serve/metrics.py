@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -12,6 +12,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.model = Info("model", "What runs the model.", namespace="llama_kv", registry=self.registry)
         counter = partial(Counter, namespace="llama_kv", registry=self.registry)
         self.fed = counter("tokens_fed", "Tokens that the model was fed.")
         self.prompts = counter("prompt_tokens", "Tokens of prompts.")

@@ -21,7 +21,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llama.serve.app import App
 from llama.serve.requests import Refused
-from llama.untrusted.words import printable
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +187,7 @@ class Server(uvicorn.Server):
 
 def _log_once(seen: set[str], _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what the event loop reports, each report once: clients may cause any number of them."""
-    said = f"{context['message']}: {context.get('exception', 'no exception')!r}"
+    said = f"{context['message']}: {context.get('exception')!a}"
     if said not in seen and len(seen) < 100:
         seen.add(said)
-        logger.error("the event loop reports, once: %s", printable(said))
+        logger.error("the event loop reports, once: %s", said[:900])

@@ -1,6 +1,8 @@
 """The doctor describes a checkpoint, the memory that it needs, and the reason why it would not load."""
 
 import hashlib
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ from families import FAMILIES, config_of, random_model
 from gguf import GGMLQuantizationType as Kind
 from tables import table
 
+from llama.args import ModelArgs
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.doctor import facts, memory
-from llama.cli.doctor import check_manifest, main
+from llama.cli.doctor import check_manifest, fast_path, main
+from llama.fast.native_build import find_compiler
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,6 +76,27 @@ def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
     assert weights["fp32", ""] > weights["fp32", "int8"] > weights["fp32", "int4"]
     assert weights["fp32", "stored"] < weights["fp32", "int8"] + 1
     assert {cache for dtype, _, _, cache in found if dtype == "fp32"} == {2 * 2 * 2 * 8 * 2048 * 4}
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler, so there is no native code")
+def test_a_row_says_whether_native_code_runs_here_and_if_not_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ModelArgs(dim=4096, n_kv_heads=8, vocab_size=128256)  # 2 GB, of which none is touched
+    assert fast_path(sizes) == "yes, native code on this CPU"
+    assert fast_path(replace(sizes, dim=4080, head_dim=128)) == (
+        "no, because dim=4080 of the model is not a multiple of 32"
+    )
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.delenv("CXX", raising=False)
+    for folder, why in (
+        ("empty", r"no, because there is no C\+\+ compiler"),
+        ("file", "no, because .*file/native.*: Not a directory; set LLAMA_CACHE_DIR to a folder that can be written$"),
+    ):
+        monkeypatch.setenv("LLAMA_CACHE_DIR", str(tmp_path / folder))
+        assert re.match(why, fast_path(sizes)), fast_path(sizes)
 
 
 def test_a_window_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,14 @@
 """What is refused, and how: by the field's name, with a sentence, as OpenAI's JSON, before anything runs."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import unrefused
@@ -15,7 +17,7 @@ from tables import table
 from tiny import tiny_model
 
 from llama.cli import serve
-from llama.host import console
+from llama.host import console, cores
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +201,35 @@ def test_a_gb_of_the_command_is_2_to_the_30_bytes(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="enough"):
         serve.main(port=0, cache_gb=0.5)
     assert asked == [2**29]
+
+
+def test_with_require_fast_nothing_is_served_by_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama.cli.serve.load", lambda *_, **__: (Slow(), Letters()))
+    with pytest.raises(ValueError, match="--require_fast: demo has no fast path here: the plain path would run it"):
+        serve.main(port=0, kv_cache="static", require_fast=True)
+
+
+def test_a_server_computes_with_all_its_threads_whatever_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[Any] = []
+
+    def load(*_: Any, threads: int, **__: Any) -> tuple[Any, Any]:
+        cores.choose_once(print, threads)
+        counts.append(torch.get_num_threads())
+        raise ValueError("enough")
+
+    before = torch.get_num_threads()
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cores.FreeCores, "chosen", False)
+    monkeypatch.setattr(cores.OtherLoad, "stop", lambda _: float(os.cpu_count() or 1))  # all cores are busy
+    monkeypatch.setattr("llama.cli.serve.load", load)
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(ValueError, match="enough"):
+            serve.main(port=0, kv_cache="static")
+    finally:
+        torch.set_num_threads(before)
+    assert counts == [3]
 
 
 def test_a_signal_between_the_address_and_the_start_of_uvicorn_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -307,7 +307,7 @@ def test_while_the_model_loads_health_is_503_and_then_200() -> None:
     assert [asgi(app, path)[1]["error"]["code"] for path in ("/health", "/v1/models")] == ["loading", "loading"]
     loaded.set()
     engine.ready.result(60)
-    assert asgi(app, "/health") == (200, {"status": "ok"})
+    assert asgi(app, "/health") == (200, {"status": "ok", "execution": "scripted"})
     engine.end()
 
 
@@ -336,6 +336,7 @@ def test_metrics_count_tokens_and_texts() -> None:
         names = ("prompt_tokens_total", "tokens_fed_total", "generation_tokens_total", "request_success_total")
         assert [server.metric(name) for name in names] == [6, 8, 3, 1]
         assert server.metric("time_to_first_token_seconds_count") == 1
+        assert b'execution="scripted"' in server.ask("/metrics").body
 
 
 def test_models_names_the_model_and_its_execution(served: Served) -> None:
