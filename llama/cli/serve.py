@@ -35,6 +35,8 @@ def main(
     time_limit: float = 600.0,
     check: float = 0.0,
     require_fast: bool = False,
+    name: str | None = None,
+    log_requests: bool = False,
 ) -> int:
     """Serve a model with OpenAI's HTTP interface, and a page at / that shows what the cache does.
 
@@ -58,6 +60,8 @@ def main(
         grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
         time_limit: The most seconds of a request.
         check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
+        name: The model's name in answers; by default the last part of ckpt_dir, which requests may also have.
+        log_requests: Print a line for each request that has ended on standard error, without its texts.
         require_fast: End with exit code 2, and serve nothing, if native code cannot run the model on this machine.
     """
     check_speculate(speculate)
@@ -75,9 +79,11 @@ def main(
         "grace": (grace, 0, 1e6),
         "time_limit": (time_limit, 0.001, 1e6),
     }
-    for name, (value, least, most) in ranges.items():
+    for flag, (value, least, most) in ranges.items():
         if not least <= value <= most:
-            raise ValueError(f"--{name} {value} must be from {least:g} to {most:g}")
+            raise ValueError(f"--{flag} {value} must be from {least:g} to {most:g}")
+    if name is not None and not (name and name == printable(name, 80)):
+        raise ValueError(f"--name {name!r:.90} must be 1 to 80 printable characters")
     if key is None and not is_loopback(host):
         raise ValueError(f"--host {host} can be reached by other machines: give --key, or listen on 127.0.0.1")
     from llama.serve.app import App
@@ -105,12 +111,14 @@ def main(
 
     options: dict[str, Any] = {"rows": rows, "kv_cache": kind, "cache_bytes": cache_bytes, "speculate": speculate}
     engine = Engine(loaded, check=check, **options)
-    served = printable(os.path.basename(os.path.normpath(ckpt_dir)), 80)
+    names = [name] if name is not None else []
+    names.append(printable(os.path.basename(os.path.normpath(ckpt_dir)), 80))
     hosts = [*dict.fromkeys([f"[{host}]" if ":" in host else host, "localhost", "127.0.0.1", "[::1]"])]
-    app = App(engine, served=served, key=key, hosts=hosts, places=rows + queue, time_limit=time_limit)
+    log = console.say if log_requests else None
+    app = App(engine, names=names, key=key, hosts=hosts, places=rows + queue, time_limit=time_limit, log=log)
     server = Server(app, grace=grace)
     with server.capture_signals():  # also before it runs: console.stop would raise an error in the start of asyncio
-        console.put(f"http://{hosts[0]}:{listening.getsockname()[1]}  {served}, {kind} cache; Ctrl-C ends it")
+        console.put(f"http://{hosts[0]}:{listening.getsockname()[1]}  {names[0]}, {kind} cache; Ctrl-C ends it")
         server.run(sockets=[listening])
     if engine.ready.done():
         engine.ready.result()  # raises what loading raised

@@ -57,6 +57,13 @@ class Answer:
     def ended(self) -> bool:
         return all(text.latest.finish for text in self.texts)
 
+    @property
+    def summary(self) -> str:
+        """The counts of the answer, for a log."""
+        usage = self._usage()
+        ends = ",".join(text.latest.finish or "none" for text in self.texts)
+        return f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, finish {ends}"
+
     def whole(self) -> dict[str, Any]:
         """Return the answer to a request without `stream`."""
         choices = []

@@ -10,7 +10,8 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import resources
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 PUBLIC = ("/", "/health")  # paths that need no key
 QUIET_SECONDS = 15  # after which a stream without tokens has a comment, so that it is not taken for broken
+MADE = ("completions", "chat/completions")  # paths, below /v1, of texts that are made
+LEFT = 499  # the status, in metrics and logs only, of a request whose client has left before the answer
 LEFT_SECONDS = 5  # for a client to take its last bytes
 DEFAULT_TOKENS = {True: 512, False: 16}  # of a chat, if that fits; OpenAI's of a completion
 
@@ -43,15 +46,25 @@ DEFAULT_TOKENS = {True: 512, False: 16}  # of a chat, if that fits; OpenAI's of 
 class App:
     """The server of one engine, an ASGI application.
 
-    served: the name of the model. hosts: this server's names: without a key a browser may use no other, which another
-    site might have made this machine's. places: the most texts that run or wait. draining: whether the server ends.
-    open: the requests whose answers have not ended.
+    names: those of the model; answers have the first one. hosts: this server's names: without a key a browser may use
+    no other, which another site might have made this machine's. places: the most texts that run or wait. log: is called
+    with a line for each request that has ended. draining: whether the server ends. open: the requests that have not
+    been answered.
     """
 
     def __init__(
-        self, engine: Engine, *, served: str, key: str | None, hosts: Collection[str], places: int, time_limit: float
+        self,
+        engine: Engine,
+        *,
+        names: Sequence[str],
+        key: str | None,
+        hosts: Collection[str],
+        places: int,
+        time_limit: float,
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        self.engine, self.served, self.places, self.time_limit = engine, served, places, time_limit
+        self.engine, self.names, self.places, self.time_limit = engine, names, places, time_limit
+        self._log = log
         self.key = None if key is None else f"Bearer {key}".encode()
         self.hosts = hosts
         self.replies: set[Reply] = set()
@@ -66,17 +79,19 @@ class App:
             ("/v1/models", self._models),
             ("/v1/models/{name:path}", self._models),
         ]
-        made = [Route(f"/v1/{path}", self._complete, methods=["POST"]) for path in ("completions", "chat/completions")]
+        self._paths = {path for path, _ in routes} | {f"/v1/{path}" for path in MADE}
+        made = [Route(f"/v1/{path}", self._complete, methods=["POST"]) for path in MADE]
         self._router = Router([*(Route(*route, methods=["GET"]) for route in routes), *made], redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Every error is OpenAI's JSON, unless a part of the answer was sent."""
-        began = whole = False
+        began, status, whole = time.monotonic(), 0, False
         refused: Refused | None = None
+        scope = {**scope, "app": self}
 
         async def sending(message: Message) -> None:
-            nonlocal began
-            began = True
+            nonlocal status
+            status = message.get("status", status)
             await send(message)
 
         async def receiving() -> Message:
@@ -88,15 +103,27 @@ class App:
         self.open += 1
         try:
             self._admit(scope["path"], dict(scope["headers"]))
-            await self._router({**scope, "app": self}, receiving, sending)
+            await self._router(scope, receiving, sending)
         except ClientDisconnect:
             pass
         except Exception as error:
             refused = _refused(error)
         finally:
             self.open -= 1
-        if refused is not None and not began:
+        sent, status = status, status or (refused.status if refused else scope.get("state", {}).get("refused", LEFT))
+        self.note(scope, status, time.monotonic() - began)
+        if refused is not None and not sent:
             await _refuse(refused, None if whole else receive, send)
+
+    def note(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a request that has ended, and log it without its content."""
+        path = scope["path"]
+        known = path if path in self._paths else "other"
+        self.engine.metrics.requests.labels(known, str(status)).observe(seconds)
+        if self._log is not None:
+            client, at = (scope.get("client") or "-")[0], time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            texts = scope["answer"].summary if "answer" in scope else ""
+            self._log(f"{at} {client} {scope['method']} {printable(path, 80)} {status} {seconds:.3f} s{texts}")
 
     def cancel_all(self) -> None:
         """End all texts; their clients are told."""
@@ -143,15 +170,15 @@ class App:
 
     async def _models(self, request: Request) -> Response:
         engine, model = self.engine, self.engine.model
-        check_model(request.path_params.get("name", self.served), self.served)
-        own = {"id": self.served, "object": "model", "created": 0, "owned_by": "llama-kv"}
+        check_model(request.path_params.get("name", self.names[0]), self.names)
+        own = {"id": self.names[0], "object": "model", "created": 0, "owned_by": "llama-kv"}
         own |= {"max_model_len": model.args.max_seq_len, "system_fingerprint": engine.fingerprint}
         own |= {"kv_cache": engine.options.get("kv_cache"), "execution": engine.execution}
         return JSONResponse(own if request.path_params else {"object": "list", "data": [own]})
 
     async def _complete(self, request: Request) -> Response:
         chat, engine = request.url.path.endswith("/chat/completions"), self.engine
-        asked = read(await _body(request), chat=chat, served=self.served)
+        asked = read(await _body(request), chat=chat, names=self.names)
         prompts = await run_in_threadpool(self._encoded, asked)
         choices = (prompt for prompt in prompts for _ in range(asked.n))
         jobs = [self._job(asked, prompt, index) for index, prompt in enumerate(choices)]
@@ -160,8 +187,9 @@ class App:
             raise Refused(f"{len(prompts)} prompts x n={asked.n} are more than {most}", param="n")
         if sum(len(reply.jobs) for reply in self.replies) + len(jobs) > self.places:
             raise self._busy()
-        head = {"model": self.served, "system_fingerprint": engine.fingerprint}
-        return Reply(self, jobs, Answer(asked, jobs, engine.tokenizer, **head))
+        head = {"model": self.names[0], "system_fingerprint": engine.fingerprint}
+        request.scope["answer"] = answer = Answer(asked, jobs, engine.tokenizer, **head)
+        return Reply(self, jobs, answer)
 
     def _encoded(self, asked: Asked) -> list[list[int]]:
         """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""

@@ -70,6 +70,7 @@ class Job:
     # of the engine
     checked: bool = False
     made: int = 0
+    token_at: float = 0.0  # when the newest token came
     last: Update = NOTHING
     written: Written | None = None
     alone: Generator[Update, None, None] | None = None  # with the cache off
@@ -191,7 +192,7 @@ class Engine:
             job.alone.close()
         else:
             return
-        self.metrics.ended.labels("cancelled").inc()
+        self.metrics.failed.labels("cancelled").inc()
 
     def _step(self) -> None:
         """Make the next token of every text, one of the first text without cache, and, if there is none, of a check."""
@@ -229,10 +230,16 @@ class Engine:
         count.accepted.inc(max(0, update.guesses[1] - job.last.guesses[1]))
         if update.tokens and not job.made:
             count.first.observe(update.at - job.added)
-        if update.finish or update.error:
-            count.ended.labels(update.finish or "failed").inc()
-            if job.written is not None:
-                self._jobs.pop(job.written.number, None)
+        for _ in update.tokens if job.made else ():
+            count.between.observe((update.at - job.token_at) / len(update.tokens))
+        if update.tokens:
+            job.token_at = update.at
+        if update.error:
+            count.failed.labels("refused" if update.error.status < 500 else "failed").inc()
+        elif update.finish:
+            count.ended.labels(update.finish).inc()
+        if (update.finish or update.error) and job.written is not None:
+            self._jobs.pop(job.written.number, None)
         job.made, job.last = job.made + len(update.tokens), update
         job.deliver(update)
 

@@ -21,6 +21,8 @@ class Metrics:
         self.proposed = counter("spec_decode_num_draft_tokens", "Guessed tokens that were fed.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
         self.ended = counter("request_success", "Texts that have ended.", ["finished_reason"])
+        about = "Texts without an end: refused, failed, or cancelled, also by a client that has left or a time limit."
+        self.failed = counter("request_failure", about, ["reason"])
         self.checked = counter("texts_checked", "Ended texts that were generated again, alone.")
         self.differed = counter("texts_differed", "Checked texts whose ids or log-probabilities differed.")
         gauge = partial(Gauge, namespace="llama_kv", registry=self.registry)
@@ -28,6 +30,10 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Texts of which nothing was fed yet.")
         self.cache = gauge("cache_bytes", "Bytes of all caches, also of ended texts that are kept.")
         self.predicted = gauge("predicted_cache_bytes", "Bytes of cache of the running texts at their ends.")
+        times = partial(Histogram, namespace="llama_kv", registry=self.registry)
         about = "Seconds from a text's arrival to its first token."
-        first = partial(Histogram, namespace="llama_kv", registry=self.registry, buckets=SECONDS)
-        self.first = first("time_to_first_token_seconds", about)
+        self.first = times("time_to_first_token_seconds", about, buckets=SECONDS)
+        about = "Seconds from a token of a text to its next one; of several at a time, their share."
+        self.between = times("inter_token_latency_seconds", about, buckets=(0.001, 0.0025, 0.005, *SECONDS[:10]))
+        about = "Seconds from a request's head to the end of its answer; its count is that of requests."
+        self.requests = times("http_request_duration_seconds", about, ["path", "status"], buckets=SECONDS)

@@ -1,6 +1,6 @@
 """Bodies of requests -> checked values: OpenAI's fields, and ours beside them. Does not know the model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -139,8 +139,8 @@ _OF_CHATS: Mapping[str, _Rule] = {
 }
 
 
-def read(data: bytes, *, chat: bool, served: str) -> Asked:
-    """Return the checked request in a body of JSON, for a model that is served by this name. Raises Refused."""
+def read(data: bytes, *, chat: bool, names: Sequence[str]) -> Asked:
+    """Return the checked request in a body of JSON, for a model that is served by these names. Raises Refused."""
     try:
         given = parse_object(data, most_of=_MOST_OF)
     except ValueError as error:
@@ -151,7 +151,7 @@ def read(data: bytes, *, chat: bool, served: str) -> Asked:
     if given.get(text) is None:
         raise Refused(f"{text} is missing: it is {own[text].words}", param=text)
     body = {name: value for name, value in given.items() if value is not None}
-    check_model(body.get("model", served), served)
+    check_model(body.get("model", names[0]), names)
     prompts, n, stop = body[text], body.get("n", 1), body.get("stop", [])
     prompts = [plain_dialog(prompts)] if chat else [prompts] if _is_prompt(prompts) else prompts
     if len(prompts) * n > MOST_TEXTS:
@@ -171,10 +171,10 @@ def read(data: bytes, *, chat: bool, served: str) -> Asked:
     )
 
 
-def check_model(name: Any, served: str) -> None:
+def check_model(name: Any, names: Sequence[str]) -> None:
     """Raise Refused for another model than the one that is served."""
-    if name != served:
-        message = f"the model {name!r:.80} is not served; there is {served!r}"
+    if name not in names:
+        message = f"the model {name!r:.80} is not served; there is {' or '.join(map(repr, names))}"
         raise Refused(message, 404, param="model", code="model_not_found")
 
 

@@ -69,9 +69,9 @@ class Connection(H11Protocol):
     Of more than `most` connections, the one that has waited longest for its client is closed.
     """
 
-    def __init__(self, *given: Any, most: int, **named: Any) -> None:
+    def __init__(self, *given: Any, most: int, served: App, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._most = most
+        self._most, self._served = most, served
         self.awaited: str | None = None  # the part of a request that the client is to send
         self.since = 0.0  # when the client was to begin with it
         self._late: asyncio.TimerHandle | None = None
@@ -124,6 +124,10 @@ class Connection(H11Protocol):
 
     def _refuse(self, why: Refused) -> None:
         """Send an error in place of the answer, unless a part of the answer was sent, and end the connection."""
+        if self.cycle is None or self.cycle.response_complete:
+            self._served.note({"client": self.client, "method": "-", "path": "-"}, why.status, 0.0)
+        else:
+            self.cycle.scope["state"]["refused"] = why.status
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(why.body).encode()
             head = f"HTTP/1.1 {why.status} {HTTPStatus(why.status).phrase}\r\nContent-Type: application/json\r\n"
@@ -150,7 +154,7 @@ class Server(uvicorn.Server):
             "lifespan": "off",
             "ws": "none",
         }
-        options |= {"http": partial(Connection, most=most_connections(app.places)), "backlog": BACKLOG}
+        options |= {"http": partial(Connection, most=most_connections(app.places), served=app), "backlog": BACKLOG}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=5, **options))
         self.app, self._grace = app, grace
         self._until: float | None = None  # when running texts are cancelled

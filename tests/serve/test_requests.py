@@ -181,6 +181,10 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
         (lambda: serve.main(host="192.168.0.9"), "give --key"),
         (lambda: serve.main(rows=0), "--rows 0 must be from 1"),
         (lambda: serve.main(check=2), "--check 2 must be from 0 to 1"),
+        *(
+            (partial(serve.main, name=n), "--name .* must be 1 to 80 printable characters")
+            for n in ("", "a\n", "a" * 81)
+        ),
         (lambda: serve.main(cache_gb=0), "--cache_gb 0 must be from 0.001"),
         (lambda: serve.main(kv_cache="snapvk"), "did you mean snapkv"),
         *((partial(serve.main, key=k, port=served.port), "must be printable ASCII") for k in ("", "a ", "é", "\n")),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -121,15 +122,15 @@ def test_a_chat_template_prints_the_day_on_which_the_server_began() -> None:
         chat_template, eos_id, pad_id = "{{ strftime_now('%Y-%m-%d') }}", 3, None  # type: ignore[assignment]
 
     engine: Any = SimpleNamespace(tokenizer=Dated(), day="2000-01-02", longest=None)
-    app = App(engine, served="demo", key=None, hosts=[], places=1, time_limit=1.0)
+    app = App(engine, names=["demo"], key=None, hosts=[], places=1, time_limit=1.0)
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
-    assert app._encoded(read(body, chat=True, served="demo")) == [[*b"2000-01-02"]]
+    assert app._encoded(read(body, chat=True, names=["demo"])) == [[*b"2000-01-02"]]
 
 
 def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_text() -> None:
     """A token may be a part of a character, or may begin a stop string."""
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": True}).encode()
-    answer = Answer(read(body, chat=True, served="demo"), [Job([1], 3, [], {})], Letters())
+    answer = Answer(read(body, chat=True, names=["demo"]), [Job([1], 3, [], {})], Letters())
     updates = [Update("", ((1, None),)), Update("\u00e9", ((2, None),)), Update("a", ((3, None),), finish="length")]
     chunks = [answer.chunk(0, update) for update in updates]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk is not None]
@@ -138,7 +139,7 @@ def test_the_first_chunk_of_a_chat_has_the_role_also_if_its_first_token_has_no_t
 
 def test_each_token_of_a_chat_has_its_bytes_which_join_to_the_text() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}).encode()
-    answer = Answer(read(body, chat=True, served="demo"), [Job([1], 3, [], {})], Letters())
+    answer = Answer(read(body, chat=True, names=["demo"]), [Job([1], 3, [], {})], Letters())
     text = " a\u00e9"
     answer.texts[0].take(Update(text, tuple((byte, -0.5) for byte in text.encode()), finish="stop"))
     logprobs = answer.whole()["choices"][0]["logprobs"]["content"]
@@ -303,7 +304,7 @@ def test_while_the_model_loads_health_is_503_and_then_200() -> None:
         return Slow(), Letters()
 
     engine = Engine(load)
-    app = App(engine, served="demo", key=None, hosts=["h"], places=1, time_limit=1)
+    app = App(engine, names=["demo"], key=None, hosts=["h"], places=1, time_limit=1)
     assert [asgi(app, path)[1]["error"]["code"] for path in ("/health", "/v1/models")] == ["loading", "loading"]
     loaded.set()
     engine.ready.result(60)
@@ -337,6 +338,66 @@ def test_metrics_count_tokens_and_texts() -> None:
         assert [server.metric(name) for name in names] == [6, 8, 3, 1]
         assert server.metric("time_to_first_token_seconds_count") == 1
         assert b'execution="scripted"' in server.ask("/metrics").body
+
+
+def test_metrics_count_errors_by_status_and_failed_texts_apart() -> None:
+    with serving(key="secret", rows=1, queue=0) as server:
+        key = {"Authorization": "Bearer secret"}
+
+        def counted(path: str, status: int) -> float:
+            wanted = f'_count{{path="{path}",status="{status}"}}'
+            lines = server.ask("/metrics", **key).body.decode().splitlines()
+            return sum(float(line.split()[-1]) for line in lines if wanted in line)
+
+        path = "/v1/completions"
+        for body, headers in (({"prompt": "a"}, {}), ({"prompt": "a", "n": 0}, key), ({"prompt": [500]}, key)):
+            server.ask(path, body, **headers)
+        assert server.ask(path, {"prompt": "ab", "max_tokens": 5}, **key).status == 200
+        server.ask("/secret/path", **key)
+        server.model.broken = OSError("a fault")
+        server.ask(path, {"prompt": "ab"}, **key)
+        assert [counted(path, status) for status in (200, 400, 401, 500)] == [1, 2, 1, 1]
+        assert counted("other", 404) == 1
+        text = server.ask("/metrics", **key).body.decode()
+        assert 'request_success_total{finished_reason="length"} 1.0' in text
+        assert 'request_failure_total{reason="failed"} 1.0' in text
+        assert 'request_failure_total{reason="refused"} 1.0' in text
+        assert "inter_token_latency_seconds_count 4.0" in text
+        assert "secret" not in text
+
+
+def test_a_log_has_a_line_for_each_request_and_none_of_its_texts() -> None:
+    lines: list[str] = []
+    with serving(log=lines.append, names=("alias", "demo")) as server:
+        server.complete(["sesame"] * 2, max_tokens=3, temperature=0)
+        server.ask("/no%1bwhere?sesame")
+        server.ask("/health", Host="evil.example")
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"sesame\r\n\r\n")
+            client.recv(9)
+        server.model.seconds = 0.01
+        with server.opened(prompt="sesame", max_tokens=300):
+            wait_for(lambda: bool(server.app.replies))
+        wait_for(lambda: len(lines) == 5)
+    ends = [re.sub(r"\d\.\d{3}", "T", line.partition(" 127.0.0.1 ")[2]) for line in lines]
+    assert ends[:4] == [
+        "POST /v1/completions 200 T s, 12 + 6 tokens, finish length,length",
+        r"GET /no\x1bwhere 404 T s",
+        "GET /health 403 T s",
+        "- - 400 T s",
+    ]
+    assert re.fullmatch(r"POST /v1/completions 499 T s, 6 \+ \d+ tokens, finish none", ends[4])
+    assert "sesame" not in "".join(lines)
+
+
+def test_a_model_with_an_alias_is_served_by_both_names() -> None:
+    with serving(names=("alias", "demo")) as server:
+        for name in ("alias", "demo", None):
+            got = server.complete("a", model=name, max_tokens=1)
+            assert (got.status, got.json["model"]) == (200, "alias")
+            assert server.ask(f"/v1/models/{name or 'demo'}").json["id"] == "alias"
+        error = server.complete("a", model="a").json["error"]["message"]
+        assert error == "the model 'a' is not served; there is 'alias' or 'demo'"
 
 
 def test_models_names_the_model_and_its_execution(served: Served) -> None:

@@ -144,13 +144,13 @@ class Served:
 
 @contextmanager
 def serving(
-    model: Any = None, *, tokenizer: Any = None, queue: int = 8, grace: float = 5, **how: Any
+    model: Any = None, *, tokenizer: Any = None, queue: int = 8, grace: float = 5, names: Any = ("demo",), **how: Any
 ) -> Iterator[Served]:
-    """Serve a model. `how`: options of the engine, and `key` and `time_limit` of the application."""
-    own = {"key": how.pop("key", None), "time_limit": how.pop("time_limit", 60.0)}
+    """Serve a model. `how`: options of the engine, and `key`, `time_limit` and `log` of the application."""
+    own = {"key": how.pop("key", None), "time_limit": how.pop("time_limit", 60.0), "log": how.pop("log", None)}
     model, rows = model or Slow(), how.setdefault("rows", 4)
     engine = Engine(lambda: (model, tokenizer or Endless()), **how)
-    app = App(engine, served="demo", hosts=["127.0.0.1"], places=rows + queue, **own)
+    app = App(engine, names=names, hosts=["127.0.0.1"], places=rows + queue, **own)
     listening = bind("127.0.0.1", 0)
     server = Server(app, grace=grace)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
