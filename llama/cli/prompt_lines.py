@@ -9,14 +9,19 @@ from typing import Any
 
 from llama.batch import NonFiniteLogits
 from llama.many import Written
-from llama.serve.requests import IGNORED, NEUTRAL, one_of, plain_dialog
+from llama.serve.requests import ANY, COUNT, FLAG, OF_TEXTS, check_fields, in_openai_s_words, one_of, plain_dialog
 from llama.untrusted.json_object import parse_object
-from llama.untrusted.words import printable, some_of
+from llama.untrusted.words import printable
 
 OURS = "max_gen_len stop temperature top_p top_k min_p repetition_penalty seed logprobs"
 SETTINGS = {name: name for name in OURS.split()} | dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_gen_len")
-RULES = {"n": one_of(1), "stream": one_of(False), **NEUTRAL}  # of OpenAI's fields that are not built here
-NO_SETTINGS = {"ids", "model", "store", *IGNORED}
+RULES = {
+    **OF_TEXTS,
+    **{"max_gen_len": COUNT, "max_completion_tokens": COUNT, "n": one_of(1), "stream": one_of(False)},
+    "ids": FLAG,
+    **dict.fromkeys(("prompt", "messages", "logprobs"), ANY),  # the Writer and the chat format check them
+    "store": ANY,
+}
 PROMPTS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 LONGEST = 16_000_000  # bytes of a line; the longest context, of 128 Ki tokens, has far fewer
 
@@ -46,7 +51,7 @@ class Question:
         self.url = str(line.pop("url", "?"))
         if self.url not in PROMPTS or line.pop("method", "POST") != "POST" or not isinstance(self.fields, dict):
             raise ValueError(f"a batch line has the method POST, a body in braces, and the url {' or '.join(PROMPTS)}")
-        _refuse(line)
+        check_fields(line, {})
 
     def arguments(self, settings: Mapping[str, Any], encode_dialog: Callable[[Any], list[int]]) -> dict[str, Any]:
         """Return the arguments of `Writer.add`. A line without a seed has that of its number, wherever it is answered.
@@ -54,17 +59,14 @@ class Question:
         settings: for lines that do not have them. encode_dialog: makes ids of messages. Raises ValueError for unknown
         fields, and if there is no prompt.
         """
-        given = {name: value for name, value in self.fields.items() if value is not None}
+        given = check_fields(self.fields, RULES)
         name = PROMPTS[self.url] if self.url else "messages" if "messages" in given else "prompt"
         if name not in given:
             raise ValueError(f"it has no {name}")
         prompt = given.pop(name)
-        given = {name: value for name, value in given.items() if name not in NO_SETTINGS}
-        for known in [name for name in RULES if name in given]:  # in one order: the first error is the answer
-            if not RULES[known].is_right(given.pop(known)):
-                raise ValueError(f"{known}={self.fields[known]!r:.80} must be {RULES[known].words}; leave it out")
-        _refuse(given.keys() - SETTINGS.keys())
-        own = {SETTINGS[name]: value for name, value in given.items()}
+        if given.keys() & set(PROMPTS.values()):
+            raise ValueError(f"it has prompt and messages; leave out all but {name}")
+        own = {SETTINGS[name]: value for name, value in given.items() if name in SETTINGS}
         if self.url and own.pop("logprobs", False) is not False:
             raise ValueError('logprobs are not supported in batch lines; {"prompt": ..., "logprobs": true} has them')
         own |= {"prompt": encode_dialog(plain_dialog(prompt)) if name == "messages" else prompt}
@@ -102,14 +104,8 @@ class Question:
 
     def refusal(self, why: ValueError) -> dict[str, Any]:
         """Return the answer of a line that has failed, in the form of the line."""
-        said = f"line {self.number}: {printable(str(why))}"
+        said = f"line {self.number}: {printable(in_openai_s_words(why) if self.url else str(why))}"
         return self._of_batch(None, {"code": "failed", "message": said}) if self.url else {"id": self.id, "error": said}
 
     def _of_batch(self, response: object, error: object) -> dict[str, Any]:
         return {"id": f"line-{self.number}", "custom_id": self.id, "response": response, "error": error}
-
-
-def _refuse(names: Any) -> None:
-    """Raise ValueError for unknown fields, if there are any."""
-    if names:
-        raise ValueError(f"unknown field {some_of(names)}; known are {', '.join(SETTINGS)}")

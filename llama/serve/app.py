@@ -217,7 +217,7 @@ class App:
         options = asked.options.copy()
         if isinstance(seed := options.get("seed"), int):
             options["seed"] = seed + index
-        return Job(prompt, tokens, asked.stop, options, asked.kv_caching, asked.timings)
+        return Job(prompt, tokens, asked.stop, options, asked.kv_caching, asked.timings, asked.prompt_field)
 
     def _check_length(self, asked: Asked, prompt: int, tokens: int | None = None) -> None:
         """Raise Refused for a text that is too long. Without `tokens`, `prompt` is a lower bound."""

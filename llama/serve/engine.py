@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from llama.many import Writer, Written, steady
 from llama.request import Options, Step
 from llama.serve.metrics import Metrics
-from llama.serve.requests import Refused
+from llama.serve.requests import Refused, in_openai_s_words
 from llama.sessions.digest import digest_of_text
 from llama.sessions.origin import text_origin
 from llama.streaming import Completion
@@ -65,6 +65,7 @@ class Job:
     options: Options
     kv_caching: bool = True
     with_bytes: bool = False
+    prompt_field: str = "prompt"
     deliver: Callable[[Update], None] = lambda update: None
     added: float = field(default_factory=time.monotonic)
     # of the engine
@@ -177,8 +178,12 @@ class Engine:
             else:
                 job.alone = self._without_cache(job)
                 self._uncached.append(job)
+        except ValueError as error:
+            said = in_openai_s_words(error)
+            param = "max_tokens" if "max_tokens" in said else job.prompt_field
+            self._tell(job, Update(error=Refused(said, param=param)))
         except Exception as error:
-            self._tell(job, Update(error=Refused(str(error), 400 if isinstance(error, ValueError) else 500)))
+            self._tell(job, Update(error=Refused(str(error), 500)))
         else:
             self.metrics.prompts.inc(len(job.prompt))
             self._tell(job, Update())

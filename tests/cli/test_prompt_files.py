@@ -46,8 +46,13 @@ BODY: dict[str, Any] = {
     "frequency_penalty": 0.0,
 }
 BATCH = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": BODY}
-DIALOG = [{"role": "user", "content": [{"type": "text", "text": "4"}], "name": None}]  # in OpenAI's forms
-CHAT = {**BATCH, "url": "/v1/chat/completions", "body": {"seed": 2, "messages": DIALOG}}
+DIALOG = [  # in OpenAI's forms
+    {"role": "user", "content": [{"type": "text", "text": "4"}], "name": "Ann"},
+    {"role": "assistant", "content": None, "refusal": None},
+    {"role": "assistant", "content": []},
+    {"role": "assistant"},
+]
+CHAT = {**BATCH, "url": "/v1/chat/completions", "body": {"seed": 2, "messages": DIALOG, "some_new_field": None}}
 
 
 class Stopping(Ids):
@@ -166,11 +171,14 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": [1, "2"]}, "whole numbers"),
     ({"prompt": [1] * 60}, "max_seq_len=64"),
     ({"prompt": [1], "max_gen_len": 0}, "max_gen_len=0"),
-    ({"prompt": [1], "temperatur": 1}, "unknown field temperatur; known are max_gen_len, "),
+    ({"prompt": [1], "temperatur": 1}, "unknown field temperatur; did you mean temperature\\?"),
     ({"prompt": [1], "temperature": 10**400}, "temperature=1000*.* must be"),
-    ({"prompt": [1], "stop": ""}, "stop='' must be"),
-    ({"prompt": [1], "echo": True, "n": 2}, "n=2 must be 1: other values are not supported; leave it out"),
+    ({"prompt": [1], "stop": ""}, 'stop="" must be'),
+    ({"prompt": [1], "echo": True, "n": 2}, "echo=true is not supported; leave it out, or send false"),
     ({"messages": []}, "a dialog"),
+    ({"messages": [], "prompt": "1"}, "has prompt and messages; leave out all but messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of text are supported"),
+    ({**BATCH, "body": {**BODY, "max_tokens": 100}}, "max_tokens=100"),
     ({**BATCH, "url": "/v1/embeddings"}, "a batch line has the method POST"),
     ({**BATCH, "url": []}, "a batch line has"),
     ({**BATCH, "body": [1]}, "a batch line has"),

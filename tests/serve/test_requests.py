@@ -29,17 +29,18 @@ def served() -> Iterator[Served]:
 @table(
     "fields, status, param, sentence",
     [
-        ({"foo": None}, 400, "foo", "unknown field foo"),
+        ({"foo": 1}, 400, "foo", "unknown field foo; leave it out"),
+        ({"temprature": 1}, 400, "temprature", "unknown field temprature; did you mean temperature?"),
         ({"messages": []}, 400, "messages", "unknown field messages"),
         ({"prompt": None}, 400, "prompt", "prompt is missing"),
         ({"prompt": []}, 400, "prompt", "a text, a list of token ids"),
         ({"prompt": [1, "a"]}, 400, "prompt", "a text, a list of token ids"),
         ({"prompt": "\u00e9"}, 400, "prompt", "not ASCII"),
-        ({"prompt": [500]}, 400, None, "token id 500"),
+        ({"prompt": [500]}, 400, "prompt", "token id 500"),
         ({"prompt": ["a"] * 9, "n": 2}, 400, "n", "9 prompts x n=2 are more than 16"),
         ({"model": "gpt"}, 404, "model", "'gpt' is not served; there is 'demo'"),
         ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0 must be a whole number of at least 1"),
-        ({"max_tokens": True}, 400, "max_tokens", "True must be a whole number"),
+        ({"max_tokens": True}, 400, "max_tokens", "true must be a whole number"),
         ({"max_tokens": 400}, 400, "max_tokens", "1 tokens and max_tokens=400: more than the 400"),
         ({"prompt": "a" * 400}, 400, "prompt", "at least 400 tokens and max_tokens=1"),
         ({"prompt": [1] * 400}, 400, "prompt", "at least 400 tokens and max_tokens=1"),
@@ -50,16 +51,16 @@ def served() -> Iterator[Served]:
         ({"top_p": 2}, 400, "top_p", "top_p=2 must be between 0 and 1"),
         ({"top_k": 0}, 400, "top_k", "top_k=0 must be a whole number"),
         ({"seed": 1.5}, 400, "seed", "seed=1.5 must be a whole number"),
-        ({"seed": 2**64 - 1, "n": 2}, 400, None, "seed=18446744073709551616 must be"),
+        ({"seed": 2**64 - 1, "n": 2}, 400, "seed", "seed=18446744073709551616 must be"),
         ({"stop": ["a", ""]}, 400, "stop", "each of 1 to 256 characters"),
         ({"stop": ["a"] * 65}, 400, "stop", "at most 64 texts"),
         ({"stop": "a" * 257}, 400, "stop", "each of 1 to 256 characters"),
         ({"stop": 3}, 400, "stop", "a text, or a list of at most"),
-        ({"logprobs": 3}, 400, "logprobs", "must be 0: other values are not supported"),
-        ({"top_logprobs": 2}, 400, "top_logprobs", "top_logprobs=2 must be 0"),
-        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "other values are not supported"),
-        ({"frequency_penalty": False}, 400, "frequency_penalty", "must be 0"),
-        ({"tools": [{}]}, 400, "tools", "not supported"),
+        ({"logprobs": 3}, 400, "logprobs", "logprobs=3 is not supported; leave it out, or send 0"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "top_logprobs=2 is not supported; leave it out, or send 0"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "frequency_penalty=0.5 is not supported"),
+        ({"frequency_penalty": False}, 400, "frequency_penalty", "=false is not supported"),
+        ({"tools": [{}]}, 400, "tools", "tools=[{}] is not supported; leave it out"),
         ({"echo": True}, 400, "echo", "not supported"),
         ({"stream_options": {"x": 1}}, 400, "stream_options", "must be an object with include_usage"),
         ({"stream_options": 3}, 400, "stream_options", "must be an object"),
@@ -75,6 +76,7 @@ def test_a_wrong_field_is_refused_by_name(fields: Any, status: int, param: str, 
 def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
     neutral = {"frequency_penalty": 0.0, "n": 1, "best_of": 1, "logit_bias": {}, "user": "me", "metadata": {"a": "b"}}
     more = {"echo": False, "suffix": "", "response_format": {"type": "text"}, "stream_options": None, "logprobs": None}
+    more |= {"some_new_field": None, "stream_options": {"include_usage": None}}
     assert served.complete("a", **neutral, **more).status == 200
     assert [served.complete("a", service_tier=tier).status for tier in ("auto", "default", "flex")] == [200, 200, 400]
 
@@ -82,10 +84,15 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
 @table(
     "messages, sentence",
     [
-        (None, "messages is missing: it is a list of at least one object"),
+        (None, "messages is missing: it must be a list of at least one object"),
         ([{"role": "user"}], "a message has the keys 'role' and 'content'"),
         ([{"role": "robot", "content": "a"}], "unknown role 'robot'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "content of a message is a str"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a part of the type 'image_url'; only parts of text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part without a text; only parts of text are supported"),
+        ([{"role": "user", "content": [1]}], "a part of the type None; only parts of text are supported"),
+        ([{"role": "user", "content": 5}], "content=5 of a message must be a text, or a list of parts of text"),
+        ([{"role": "user", "content": "a", "name": 5}], "name of a message must be a text"),
+        ([{"role": "user", "content": []}], "content=[] of a message must be a text"),
         (["a"], "a list of at least one object"),
     ],
 )
@@ -134,6 +141,14 @@ def test_more_texts_than_there_are_places_are_refused_for_good() -> None:
         error = got.json["error"]
         assert (got.status, error["param"]) == (400, "n")
         assert "3 prompts x n=1 are more than the 2 texts that run and wait here (--rows, --queue)" in error["message"]
+
+
+def test_a_text_that_no_cache_can_store_is_refused_in_openai_s_words() -> None:
+    with serving(cache_bytes=100) as server:
+        got = server.complete("a", max_tokens=300)
+        error = got.json["error"]
+        assert (got.status, error["param"], error["code"]) == (400, "max_tokens", None)
+        assert error["message"].startswith("a prompt of 1 tokens with max_tokens=300 needs ")
 
 
 def test_every_path_but_the_page_and_health_needs_the_key() -> None:

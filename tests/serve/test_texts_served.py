@@ -35,6 +35,9 @@ def served() -> Iterator[Served]:
         yield server
 
 
+NO_CONTENT: list[dict[str, Any]] = [{"content": ""}, {"content": None}, {}, {"content": []}]
+
+
 def alone(prompt: Any, max_tokens: int, **way: Any) -> dict[str, Any]:
     """Return what the model writes without a server, with OpenAI's defaults."""
     way = {"temperature": 1.0, "top_p": 1.0, **way}
@@ -102,6 +105,11 @@ def test_a_chat_is_rendered_and_streams_with_its_role_and_usage(served: Served) 
     assert len(whole["choices"][0]["logprobs"]["content"]) == 5
     answered = [*dialog, whole["choices"][0]["message"], *dialog]  # with "refusal": null, as clients send it back
     assert served.ask("/v1/chat/completions", {**body, "messages": answered}).status == 200
+    asked = [{**body, "messages": [*dialog, {"role": "assistant", **said}, *dialog]} for said in NO_CONTENT]
+    made = [served.ask("/v1/chat/completions", one).json["choices"][0]["message"] for one in asked]
+    assert made == [made[0]] * 4
+    named = {**body, "messages": [{**dialog[0], "name": "Ann"}]}
+    assert served.ask("/v1/chat/completions", named).json["choices"][0]["message"]["content"] == text
     system, developer = ({**body, "messages": [{"role": role, "content": "a"}]} for role in ("system", "developer"))
     made = [served.ask("/v1/chat/completions", body).json["choices"][0]["message"] for body in (system, developer)]
     assert made[0] == made[1]
