@@ -138,7 +138,7 @@ class Many:
     def generate_many(
         self: Any,
         tokenizer: TextCodec,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: str | Iterable[str | Sequence[int]],
         max_gen_len: int = 64,
         *,
         stop: str | Sequence[str] = (),
@@ -150,9 +150,10 @@ class Many:
         """Continue every prompt; yield (number, Completion) of each as soon as it ends, or in order of the prompts.
 
         Up to `rows` texts generate at a time; a prompt is taken from the iterable when a row is free, so it may have no
-        end. Each text is what it is alone: prompt `i` has the seed `seed + i`. `cache_bytes` limits the bytes of all
-        caches; within them, texts that have ended stay for prompts that begin alike. Raises ValueError for bad input,
-        with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which kinds of cache can be used.
+        end; a str is one prompt. Each text is what it is alone: prompt `i` has the seed `seed + i`. `cache_bytes`
+        limits the bytes of all caches; within them, texts that have ended stay for prompts that begin alike. Raises
+        ValueError for bad input, with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which
+        kinds of cache can be used.
         """
         seed = options.pop("seed", None)
         first = whole_number(seed)
@@ -160,6 +161,7 @@ class Many:
             raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
         if whole_number(rows) is None or rows < 1:  # `Texts` checks it too, but chunks need no `Texts`
             raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
+        prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else prompts
         numbered = ((i, prompt, None if first is None else first + i) for i, prompt in enumerate(prompts))
         if self.kv_caching and (why := why_not(self)) is not None:
             also = "" if cache_bytes is None else "; cache_bytes has no effect"
