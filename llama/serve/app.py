@@ -36,6 +36,7 @@ from llama.untrusted.words import printable
 logger = logging.getLogger(__name__)
 
 PUBLIC = ("/", "/health")  # paths that need no key
+PROBES = ("/health", "/metrics")  # which machines ask for every few seconds: their successes are not logged
 QUIET_SECONDS = 15  # after which a stream without tokens has a comment, so that it is not taken for broken
 MADE = ("completions", "chat/completions")  # paths, below /v1, of texts that are made
 LEFT = 499  # the status, in metrics and logs only, of a request whose client has left before the answer
@@ -120,7 +121,7 @@ class App:
         path = scope["path"]
         known = path if path in self._paths else "other"
         self.engine.metrics.requests.labels(known, str(status)).observe(seconds)
-        if self._log is not None:
+        if self._log is not None and not (path in PROBES and status == 200):
             client, at = (scope.get("client") or "-")[0], time.strftime("%Y-%m-%dT%H:%M:%S%z")
             texts = scope["answer"].summary if "answer" in scope else ""
             self._log(f"{at} {client} {scope['method']} {printable(path, 80)} {status} {seconds:.3f} s{texts}")

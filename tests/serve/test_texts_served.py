@@ -379,6 +379,7 @@ def test_a_log_has_a_line_for_each_request_and_none_of_its_texts() -> None:
     with serving(log=lines.append, names=("alias", "demo")) as server:
         server.complete(["sesame"] * 2, max_tokens=3, temperature=0)
         server.ask("/no%1bwhere?sesame")
+        assert [server.ask(path).status for path in ("/health", "/metrics")] == [200, 200]  # probes are not logged
         server.ask("/health", Host="evil.example")
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(b"sesame\r\n\r\n")
