@@ -302,6 +302,12 @@ def test_every_prompt_has_the_completion_of_generate_with_the_seed_of_its_number
     assert dict(made) == dict(enumerate(expected))
 
 
+def test_a_text_is_one_prompt_as_in_generate() -> None:
+    model = tiny_model(vocab_size=257)
+    expected = model.generate(Bytes(), "abc", 3, temperature=0)
+    assert [made for _, made in model.generate_many(Bytes(), "abc", 3, temperature=0)] == expected
+
+
 def test_guesses_change_no_completion_and_are_counted() -> None:
     model, loop = Remembering(max_seq_len=200, repeats=True), [1, 2, 3] * 9
     expected = [model.generate_tokens([[*loop, id]], 80, temperature=0)[0][0] for id in range(5)]

@@ -153,7 +153,7 @@ class Engine:
         self.longest = None if bounded else model.args.max_seq_len
         self.day = day_of(self.tokenizer)
         self.fingerprint = fingerprint_of(self.model, self.tokenizer, self.options.get("kv_cache"), self.day)
-        self.execution = str(self.model.execution)
+        self.execution = str(self.model.execution_with(self.options.get("kv_cache") or self.model.kv_cache))
         facts = {"execution": self.execution, "kv_cache": self.options.get("kv_cache"), "fingerprint": self.fingerprint}
         self.metrics.model.info({name: str(fact or "") for name, fact in facts.items()})
         self._restart()

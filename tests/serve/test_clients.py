@@ -76,9 +76,9 @@ def test_clients_that_come_go_stall_and_send_garbage_change_no_text_and_leave_no
         assert texts.predicted_bytes == texts._caches.kept_bytes <= 3000
 
 
-def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
+def test_sigterm_ends_a_process_after_its_texts_and_each_request_has_a_line_of_the_log(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", max_seq_len=32768)
-    with served_by_a_process("--ckpt_dir", str(path), "--grace", "1") as (process, served):
+    with served_by_a_process("--ckpt_dir", str(path), "--grace", "1", "--log_requests") as (process, served):
         short, long = (
             served.opened(prompt="a", max_tokens=5),
             served.opened(prompt="a", max_tokens=30000, stream=True, temperature=0),
@@ -89,6 +89,7 @@ def test_sigterm_ends_a_process_after_its_texts(tmp_path: Path) -> None:
         assert b'"code":"cancelled"' in read_all(long)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, "Traceback" in errors) == (0, False), errors
+        assert errors.count("/v1/completions 200") == 2, errors
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -64,7 +64,10 @@ class Endless(Letters):
 class Slow(Remembering):
     """A model whose forwards wait for `gate` and take `seconds`. waits: whether the newest forward had to wait."""
 
-    exact, execution = False, "scripted"
+    exact = False
+
+    def execution_with(self, kind: str | None) -> str:
+        return "scripted"
 
     def __init__(self, max_seq_len: int = 400) -> None:
         super().__init__(vocab_size=128, max_seq_len=max_seq_len)
