@@ -259,7 +259,7 @@ def make_stepper(model: LanguageModel, batch: Batch, cache: Cache | None) -> Ste
     if made is not None:
         return made
     plain = PlainStepper(model, batch, cache)
-    if model.runner is not None and any(kind.prompt for kind in model.runner.plain):
+    if model.runner is not None and model.runner.plain_prompts:
         plain.width = None  # a call that verifies guesses would be a prompt, which has other bits than steps here
     return plain
 

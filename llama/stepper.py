@@ -4,11 +4,11 @@ A stepper belongs to one batch and its cache, and removes ended rows from both. 
 runner is a faster way to run forwards; a model has at most one. Does not know how either works.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
-from typing import Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
+from typing import Literal, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from llama.speculation import Width
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 Model = TypeVar("Model", contravariant=True)  # the class of models that a runner serves
+Left = Literal["none", "prompts", "all"]  # calls that a runner leaves to the plain path
 
 
 class Stepper(Protocol):
@@ -46,74 +47,31 @@ class Stepper(Protocol):
         ...
 
 
-FEW_ROWS = 8  # the trial times calls of up to 8 rows with 1 row, larger ones with 8 or 16
-LONG = 128  # tokens per thread from which a prompt is long
-
-
-class CallKind(NamedTuple):
-    """A kind of call whose path is chosen by itself.
-
-    prompt: it has several tokens per row, and does not verify guesses, which takes the place of steps. many: it has
-    more than FEW_ROWS rows. long: it is a prompt of at least LONG tokens per thread.
-    """
-
-    prompt: bool
-    many: bool
-    long: bool = False
-
-    @staticmethod
-    def of(rows: int, width: int) -> "CallKind":
-        prompt = width > 1
-        return CallKind(prompt, rows > FEW_ROWS, long=prompt and rows * width >= LONG * torch.get_num_threads())
-
-    def __str__(self) -> str:
-        name = f"{'long' if self.long else 'short'} prompts" if self.prompt else "steps"
-        return f"{name} of {'more than' if self.many else 'up to'} {FEW_ROWS} rows"
-
-
-SHORT_PROMPTS = frozenset(CallKind(prompt=True, many=many) for many in (False, True))
-LONG_PROMPTS = frozenset(kind._replace(long=True) for kind in SHORT_PROMPTS)
-PROMPTS = SHORT_PROMPTS | LONG_PROMPTS
-STEPS = frozenset(CallKind(prompt=False, many=many) for many in (False, True))
-CALLS = PROMPTS | STEPS
-_GROUPS = {"prompts": PROMPTS, "short prompts": SHORT_PROMPTS, "long prompts": LONG_PROMPTS, "steps": STEPS}
-
-
 @dataclass(frozen=True)
 class Execution:
     """How forwards are executed: by which operations or runner, and from which kind of weights.
 
     runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
     "int8", "int4", "stored" or "mapped"; None for floats. activations: 8 if the inputs of products are rounded to 8
-    bits, else 16. exact: whether exact mode is on. plain: the kinds of calls that the runner leaves to the plain path,
-    which is faster at them. tiles: what the tiles of a CPU with AMX multiply, with other bits than elsewhere.
+    bits, else 16. exact: whether exact mode is on. plain_prompts: whether the runner leaves prompts to the plain path.
+    tiles: what the tiles of a CPU with AMX multiply, with other bits than elsewhere.
     """
 
     runner: str
     weights: str | None = None
     activations: int = 16
     exact: bool = False
-    plain: tuple[CallKind, ...] = ()
+    plain_prompts: bool = False
     tiles: str | None = None
 
     def __str__(self) -> str:
         parts = [self.runner]
-        parts += [f"plain {kinds}" for kinds in _in_words(self.plain)]
+        parts += ["plain prompts"] if self.plain_prompts else []
         parts += [self.tiles] if self.tiles is not None else []
         parts += [f"{self.weights} weights"] if self.weights is not None else []
         parts += [f"{self.activations}-bit activations"] if self.activations != 16 else []
         parts += ["exact"] if self.exact and self.runner != "exact" else []
         return ", ".join(parts)
-
-
-def _in_words(kinds: Collection[CallKind]) -> Iterator[str]:
-    """Yield the names of kinds of calls; a group whose kinds are all among them has one name."""
-    left = set(kinds)
-    for name, group in _GROUPS.items():
-        if group <= left:
-            yield name
-            left -= group
-    yield from map(str, sorted(left, key=lambda kind: (not kind.prompt, kind.long, kind.many)))
 
 
 class Runner(Protocol[Model]):
@@ -122,14 +80,14 @@ class Runner(Protocol[Model]):
     forwards: the number of forwards that it has run. watch: called before each forward of its steppers, which do not
     call the model's hooks, with the number of tokens of each row. exact: whether exact mode is on, so that it
     raises ValueError instead of leaving a forward to the plain path; None if it does not support exact mode. code: a
-    name of what decides its bits. plain: the kinds of calls that it leaves to the plain path, which is faster at them
-    or the only one that computes them; not in exact mode.
+    name of what decides its bits. plain_prompts: whether it leaves calls of several tokens per row to the plain path,
+    which is faster at them or the only one that computes them; not in exact mode, nor calls that verify guesses.
     """
 
     name: str
     code: str
     exact: bool | None
-    plain: frozenset[CallKind]
+    plain_prompts: bool
     forwards: int
     watch: Callable[[Sequence[int]], None] | None
 
@@ -152,8 +110,8 @@ class Runner(Protocol[Model]):
         """
         ...
 
-    def left(self, model: Model, cache: Cache | None) -> frozenset[CallKind]:
-        """Return the kinds of calls with such a cache, or without one, that the plain path runs: CALLS for all."""
+    def left(self, model: Model, cache: Cache | None) -> Left:
+        """Return the calls with such a cache, or without one, that the plain path runs."""
         ...
 
     def tiles(self, model: Model) -> str | None:

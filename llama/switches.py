@@ -26,7 +26,7 @@ from llama.ops import Ops
 from llama.ranks import Ranks
 from llama.rope import RopeTable
 from llama.rows import Rows
-from llama.stepper import CALLS, CallKind, Execution, Runner
+from llama.stepper import Execution, Left, Runner
 
 logger = logging.getLogger(__name__)
 
@@ -176,13 +176,13 @@ class Switches(nn.Module):
         """Return how forwards with a kind of cache are executed; None: without a cache."""
         kinds = {str(module.stored_as) for module in self.modules() if hasattr(module, "stored_as")}
         bits = min((vars(module).get("activations", 16) for module in self.modules()), default=16)
-        runner, left = self.runner, frozenset[CallKind]()
-        if runner is not None and not self.exact:
+        left: Left = "none"
+        if (runner := self.runner) is not None and not self.exact:
             left = runner.left(self, None if kind is None else self.new_cache(kind))
-        if runner is None or left == CALLS:
+        if runner is None or left == "all":
             return Execution(str(self.ops), min(kinds, default=None), bits, self.exact)
         tiles = runner.tiles(self)
-        return Execution(runner.name, min(kinds, default=None), bits, self.exact, tuple(sorted(left)), tiles)
+        return Execution(runner.name, min(kinds, default=None), bits, self.exact, left == "prompts", tiles)
 
     def use(self, ops: Ops) -> None:
         """Set the operations of all modules."""

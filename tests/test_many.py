@@ -24,7 +24,6 @@ from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.scheduler import Texts
-from llama.stepper import CallKind
 from llama.text_caches import LEAST
 
 NATIVE = ("static", "paged")
@@ -165,14 +164,14 @@ def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pyt
 
 
 @needs_a_compiler
-def test_no_step_of_many_texts_is_left_to_the_plain_path_because_it_is_faster() -> None:
-    """A ninth row would then change the bits of the others."""
+def test_no_prompt_of_many_texts_is_left_to_the_plain_path_because_it_is_faster() -> None:
+    """The bits of a prompt would then depend on its pieces."""
     _, model = twins("fp32", ARGS)
     assert model.runner is not None
-    model.runner.plain = frozenset(CallKind.of(rows, width) for rows in (1, 16) for width in (1, 2, 1000))
+    model.runner.plain_prompts = True  # type: ignore[misc]
     given = some_texts(3)
     made = together(Texts(steady(model), rows=3), given)
-    model.runner.plain = frozenset()
+    model.runner.plain_prompts = False  # type: ignore[misc]
     assert made == alone(model, given)
 
 
@@ -424,7 +423,7 @@ def test_guesses_with_a_lossy_cache_are_an_error_of_the_call_and_of_no_prompt() 
 class FixedRows:
     """A runner whose batches no row can join."""
 
-    name, plain = "recorded", frozenset[CallKind]()
+    name, plain_prompts = "recorded", False
 
     def steady(self) -> None: ...
     def stepper(self, *_: Any) -> None: ...

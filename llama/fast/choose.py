@@ -14,7 +14,7 @@ from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_blocks, check_library
 from llama.fast.native_runner import NativeRunner
-from llama.fast.native_trial import plain_calls
+from llama.fast.native_trial import plain_prompts
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quant.layers import quantized_weights
@@ -28,7 +28,7 @@ COMPILER = "inductor"
 def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: set[str] | None = None) -> None:
     """Set the fastest runner that this machine has for the model, and log which; `folder` stores the compiled code.
 
-    trial: leave calls to the plain path that it runs faster than native code, see `native_trial`.
+    trial: leave prompts to the plain path if it is faster at them than native code, see `native_trial`.
     said: reasons for the plain path that are not logged again; a new one is added.
     """
     try:
@@ -55,11 +55,11 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
     check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)  # its numbers
     check_blocks(folder, weights)
     if trial:
-        runner.plain = plain_calls(model, runner, folder)  # its speed
+        runner.plain_prompts = plain_prompts(model, runner, folder)  # its speed
     model.runner = runner
     logger.debug("fast: native code for %s", runner.instructions)  # what runs is in `model.execution`
-    if runner.plain:
-        logger.info("fast: %s, because the plain path is faster at these calls here", model.execution)
+    if runner.plain_prompts:
+        logger.info("fast: %s, because the plain path is faster at them here", model.execution)
 
 
 def _use_graphs(model: Transformer) -> None:

@@ -32,7 +32,7 @@ from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
 from llama.sampling import Settings, choose, must_sort
-from llama.stepper import CALLS, PROMPTS, CallKind
+from llama.stepper import Left
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class GraphRunner:
     def __init__(self, ops: GraphOps = PYTORCH, recorder: type[Recorder] = Recorder) -> None:
         self.ops, self._recorder = ops, recorder
         self.name = self.code = f"CUDA graphs of {ops.name} kernels"
-        self.plain: frozenset[CallKind] = frozenset() if ops.prompts else PROMPTS
+        self.plain_prompts = ops.prompts is None
         self.forwards = 0
         self.watch: Callable[[Sequence[int]], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
@@ -76,10 +76,11 @@ class GraphRunner:
         """
         return self._descriptions.of(model).description
 
-    def left(self, model: Transformer, cache: Cache | None) -> frozenset[CallKind]:
-        """Return the kinds of calls with such a cache, or without one, that the plain path runs."""
-        static = cache is None or all(type(layer) is StaticCache for layer in cache.layers)
-        return self.plain if static else CALLS
+    def left(self, model: Transformer, cache: Cache | None) -> Left:
+        """Return the calls with such a cache, or without one, that the plain path runs."""
+        if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
+            return "all"
+        return "prompts" if self.plain_prompts else "none"
 
     def tiles(self, model: Transformer) -> None:
         """Return None: a GPU has no tiles of a CPU."""
@@ -90,7 +91,7 @@ class GraphRunner:
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
     ) -> Tensor | None:
         """Return the logits of whole prompts; None for other calls, which the modules compute."""
-        if self.plain or self._retired or rows.start != 0 or rows.width == 1:
+        if self.plain_prompts or self._retired or rows.start != 0 or rows.width == 1:
             return None
         if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
             return None
@@ -160,7 +161,7 @@ class GraphRunner:
         if short_of_memory(error):
             self._warn(f"graphs for {rows} rows of {length} positions do not fit into the GPU's memory")
         else:
-            self._retired, self.name, self.plain = True, "plain", frozenset()
+            self._retired, self.name, self.plain_prompts = True, "plain", False
             self._warn(f"a kernel failed ({short_message(error)})")
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:

@@ -26,7 +26,7 @@ from llama.locked import locked
 from llama.model import Transformer
 from llama.rows import Rows
 from llama.sampling import Sampler
-from llama.stepper import CALLS, PROMPTS, CallKind
+from llama.stepper import Left
 from llama.switches import check_call
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class NativeRunner:
 
     instructions, code: those of `NativeForward`.
     forwards: how many forwards native code has run.
-    plain: the kinds of calls that the plain path runs, see `native_trial`.
+    plain_prompts: whether the plain path runs prompts, see `native_trial`.
     exact: if set, native code runs these too, and a forward that it cannot run raises ValueError: the plain path gives
     other bits.
     invariant: if set, as in exact mode, a token's bits do not depend on how many tokens of its row are fed: a prompt
@@ -57,14 +57,15 @@ class NativeRunner:
         self.forwards, self._counting = 0, Lock()
         self.exact: bool | None = False
         self.invariant = False
-        self.plain: frozenset[CallKind] = frozenset()
+        self.plain_prompts = False
         self.watch: Callable[[Sequence[int]], None] | None = None
         self._warn = WarnOnce(logger)
         self._descriptions = Descriptions(partial(_describe, self._native))
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
     def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Any, ...]]:
-        return _copied, (self._folder, self.exact, self.invariant, self.plain)  # a copied model has other weights
+        settings = self.exact, self.invariant, self.plain_prompts
+        return _copied, (self._folder, *settings)  # a copied model has other weights
 
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
@@ -86,9 +87,9 @@ class NativeRunner:
         return NativeStepper(self, model, batch, cache)
 
     def steady(self) -> "NativeRunner":
-        """Return this runner without calls that it leaves to the plain path, and with invariant prompts."""
+        """Return this runner without prompts that it leaves to the plain path, and with invariant prompts."""
         steady = object.__new__(type(self))  # the same one otherwise: `copy` makes one for another model
-        vars(steady).update(vars(self), plain=frozenset(), invariant=True)
+        vars(steady).update(vars(self), plain_prompts=False, invariant=True)
         return steady
 
     def may_step(self, model: Transformer) -> bool:
@@ -104,16 +105,15 @@ class NativeRunner:
         """Return the model as native code reads it now. Raises Unsupported."""
         return self._descriptions.of(model).description
 
-    def left(self, model: Transformer, cache: Cache | None) -> frozenset[CallKind]:
-        """Return the kinds of calls with such a cache, or without one, that the plain path runs."""
+    def left(self, model: Transformer, cache: Cache | None) -> Left:
+        """Return the calls with such a cache, or without one, that the plain path runs."""
         try:
             native = self.describe(model)
-            if cache is None:
-                return self.plain
-            check_cache(native, cache, model.rope)
+            if cache is not None:
+                check_cache(native, cache, model.rope)
         except Unsupported:
-            return CALLS
-        return self.plain | (PROMPTS if cache.layers[0].observes else frozenset())
+            return "all"
+        return "prompts" if self.plain_prompts or (cache is not None and cache.layers[0].observes) else "none"
 
     def tiles(self, model: Transformer) -> str | None:
         """Return what tiles of a CPU with AMX multiply for the model, or None. They have other bits than vectors."""
@@ -154,13 +154,11 @@ class NativeRunner:
     ) -> NativeCall | None:
         """Return a call with memory in the cache, or None if the plain path has to compute it; log the reason once.
 
-        A call of a kind in `plain` logs nothing.
-
         whole: compute the logits of all tokens.
         steps: the call takes the place of steps, whose path it has to take.
         described: the model's description, if no other code has run since; None: the model is compared again.
         """
-        if CallKind.of(len(rows.starts), 1 if steps else rows.width) in self.plain and not self.exact:
+        if self.plain_prompts and rows.width > 1 and not steps and not self.exact:
             return None
         try:
             described = self._described(model, cache) if described is None else described
@@ -367,7 +365,7 @@ def _describe(native: NativeForward, model: Transformer) -> NativeModel:
     return described
 
 
-def _copied(folder: Path, exact: bool | None, invariant: bool, plain: frozenset[CallKind]) -> NativeRunner | None:
+def _copied(folder: Path, exact: bool | None, invariant: bool, plain_prompts: bool) -> NativeRunner | None:
     """Return a runner for a copied model; None, which is logged, without native code unless the model is exact."""
     try:
         runner = NativeRunner(folder)
@@ -376,7 +374,7 @@ def _copied(folder: Path, exact: bool | None, invariant: bool, plain: frozenset[
             raise
         logger.warning("fast: %s; the plain path runs instead", why)
         return None
-    runner.exact, runner.invariant, runner.plain = exact, invariant, plain
+    runner.exact, runner.invariant, runner.plain_prompts = exact, invariant, plain_prompts
     return runner
 
 

@@ -32,7 +32,6 @@ from llama.model import Transformer
 from llama.request import Options, Step
 from llama.scheduler import Texts
 from llama.serve.engine import Engine, Job, Update
-from llama.stepper import PROMPTS
 from llama.testing import reads
 
 PIECE = 256  # prompt tokens that the scheduler feeds between two steps
@@ -394,8 +393,8 @@ def tolerance(crossing: Crossing, name: str) -> float:
     if crossing.mode == "plain":  # RoPE's table is float32, and a kind that renumbers keys uses other entries of it
         return 1e-4 if any(layer.unrotated for layer in crossing.layers) else 1e-9
     execution = crossing.model.execution_with(crossing.kind)
-    plain_prompts = set(execution.plain) >= PROMPTS and name in ("batch", "prefix", "share_prefix")  # beside others
-    return 1e-4 if execution.runner == "plain" or plain_prompts else 0
+    beside = name in ("batch", "prefix", "share_prefix")  # others
+    return 1e-4 if execution.runner == "plain" or (execution.plain_prompts and beside) else 0
 
 
 def main() -> None:

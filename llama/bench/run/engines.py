@@ -21,7 +21,6 @@ from llama.host.machine import DTYPES
 from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.request import Options, common_beginning
-from llama.stepper import CallKind
 from llama.streaming import TextCodec, encode_prompt
 from llama.tokenizer import MissingTokenizer, Tokenizer
 
@@ -180,8 +179,8 @@ def path_of(model: Transformer, *, fast: int, all: int) -> str:
     plain, step = str(model.ops), model.runner
     names = [step.name] if step is not None and fast else []
     names += [plain] if fast < all or not names else []
-    left = model.execution.plain if fast and len(names) == 1 else ()
-    return str(replace(model.execution, runner=" and ".join(names), plain=left))
+    left = model.execution.plain_prompts and fast > 0 and len(names) == 1
+    return str(replace(model.execution, runner=" and ".join(names), plain_prompts=left))
 
 
 class LlamaEngine(Engine):
@@ -213,12 +212,12 @@ class LlamaEngine(Engine):
         run.token_times = times[1:]
         run.fast_forwards = forwards_by_runner(self.model) - forwards_before
         runner = self.model.runner
-        left = frozenset() if runner is None or self.model.exact else runner.plain  # because it is faster at them
-        run.fast_wanted = sum(CallKind.of(*fed) not in left for fed in run.fed)
-        run.path = path_of(self.model.with_kv_caching(kv_caching), fast=run.fast_forwards, all=run.fast_wanted)
+        left = runner is not None and runner.plain_prompts and not self.model.exact  # because it is faster at them
+        wanted = [width == 1 or not left for _, width in run.fed]
+        run.path = path_of(self.model.with_kv_caching(kv_caching), fast=run.fast_forwards, all=sum(wanted))
         if kv_caching and any(layer.observes for layer in self.model.new_cache().layers):
-            # Only the plain path shows a prompt's attention to its cache.
-            run.fast_wanted -= CallKind.of(*run.fed[0]) not in left
+            wanted[0] = False  # only the plain path shows a prompt's attention to its cache
+        run.fast_wanted = sum(wanted)
         return run
 
     @torch.inference_mode()
