@@ -9,8 +9,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from llama.host.files import lock_file
@@ -53,10 +53,9 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
     """Return the library compiled from `source` and the files beside it, and stored in `folder`.
 
     defines: flags of this library alone, such as -DNAME=VALUE. It is compiled again if the source, the flags, the
-    compiler or the kind of CPU differ, or if the file is damaged or belongs to another user. Raises NoNativeCode.
+    compiler or the kind of CPU differ, or if the file belongs to another user or cannot be loaded. Raises NoNativeCode.
     """
     library = folder / f"{source.stem}-{_key(source, defines)}.so"
-    digest = library.with_suffix(".sha256")
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if not _is_ours(folder.stat()):
@@ -64,14 +63,14 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
                 f"other users may write into {folder}, and so put their code there: run `chmod go-w` on it if it is "
                 "yours, or set LLAMA_CACHE_DIR to a folder of your own"
             )
-        loaded = _stored(library, digest)
+        loaded = _load(library)
         if loaded is None:
-            with _locked(library):
-                loaded = _stored(library, digest)  # another process may have compiled it
+            with open(library.with_suffix(".lock"), "ab") as file:  # never deleted: others may wait for it
+                with suppress(OSError):  # a file system without locks: then several processes may compile it
+                    lock_file(file, wait=True)
+                loaded = _load(library)  # another process may have compiled it
                 if loaded is None:
-                    if library.exists():
-                        logger.warning("%s is damaged; it is compiled again", library)
-                    _compile(source, library, digest, defines)
+                    _compile(source, library, defines)
                     loaded = _load(library)
     except OSError as error:
         remedy = "set LLAMA_CACHE_DIR to a folder that can be written"
@@ -81,44 +80,11 @@ def load_library(source: Path, folder: Path, defines: Sequence[str] = ()) -> cty
     return loaded
 
 
-@contextmanager
-def _locked(library: Path) -> Iterator[None]:
-    """Wait while another process compiles the library. Without locks, both compile it, and the last one is stored.
-
-    Raises NoNativeCode if the other process raised it meanwhile, so that many processes wait for one failure.
-    """
-    with open(library.with_suffix(".lock"), "a+b") as file:  # never deleted: others may wait for it
-        before = os.fstat(file.fileno()).st_mtime_ns
-        with suppress(OSError):  # a file system without locks
-            lock_file(file, wait=True)
-            for left in library.parent.glob(f"{_scratch(library)}*.scratch") if os.name == "posix" else ():
-                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
-        file.seek(0)
-        failed = os.fstat(file.fileno()).st_mtime_ns != before  # only a failure writes
-        if failed and not library.exists() and (why := file.read()):  # nothing is written on a full disk
-            raise NoNativeCode(why.decode(errors="replace"))
-        try:
-            yield
-        except NoNativeCode as why:
-            if find_compiler():  # without one, others may still have one
-                file.truncate(0)
-                file.write(str(why).encode(errors="replace"))
-            raise
-
-
-def _scratch(library: Path) -> str:
-    """Return how folders of compilations on this machine begin: a lock of a shared folder may not bind other ones."""
-    return f"{library.stem}.{platform.node()}."
-
-
-def _stored(library: Path, digest: Path) -> ctypes.CDLL | None:
-    return _load(library) if _is_whole(library, digest) else None
-
-
 def _load(library: Path) -> ctypes.CDLL | None:
-    """Return the library, or None if it cannot be loaded here."""
+    """Return the library, or None if it is not ours or cannot be loaded here."""
     try:
-        return ctypes.CDLL(str(library))
+        found = library.lstat()
+        return ctypes.CDLL(str(library)) if stat.S_ISREG(found.st_mode) and _is_ours(found) else None
     except OSError:  # for example of another architecture
         return None
 
@@ -152,18 +118,6 @@ def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid in (0, os.geteuid()) and not found.st_mode & _BY_OTHERS
 
 
-def _is_whole(library: Path, digest: Path) -> bool:
-    """Return True if the library is ours and complete: a truncated one may load, and crash later."""
-    try:
-        found = [library.lstat(), digest.lstat()]
-    except FileNotFoundError:
-        return False
-    if not all(stat.S_ISREG(one.st_mode) and _is_ours(one) for one in found) or found[1].st_size != 64:
-        return False
-    with library.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest().encode() == digest.read_bytes()
-
-
 def find_compiler() -> str | None:
     """Return the compiler to call, with its flags: the user's, or the first one found; None if there is none."""
     return _own_compiler() or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
@@ -174,14 +128,13 @@ def _own_compiler() -> str:
     return os.environ.get("CXX", "").strip()
 
 
-def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) -> None:
+def _compile(source: Path, library: Path, defines: Sequence[str]) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise NoNativeCode("there is no C++ compiler (c++, g++ or clang++; Debian's package is g++)")
     logger.info("compiling %s with %s, once: up to half a minute", source.name, compiler)
-    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_scratch(library), suffix=".scratch") as scratch:
-        made = Path(scratch) / library.name
-        flags = [*FLAGS, *defines]
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{library.stem}.", suffix=".scratch") as scratch:
+        made, flags = Path(scratch) / library.name, [*FLAGS, *defines]
         done = _run(compiler, flags, source, made)
         if done.returncode != 0 and (rejected := _rejected(compiler, Path(scratch))):
             logger.info("%s rejects %s", compiler, " and ".join(rejected))
@@ -190,12 +143,8 @@ def _compile(source: Path, library: Path, digest: Path, defines: Sequence[str]) 
             lines = done.stderr.strip().splitlines() or ["no message"]
             reason = next((line.partition("error: ")[2] for line in lines if "error: " in line), lines[0])
             raise NoNativeCode(f"{compiler} failed: {reason}")
-        written = Path(scratch) / digest.name
-        written.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
-        for file in (made, written):
-            file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_BY_OTHERS)  # whatever the umask is
-        os.replace(written, digest)  # first, so that two processes never leave a library without its digest
-        os.replace(made, library)
+        made.chmod(stat.S_IMODE(made.stat().st_mode) & ~_BY_OTHERS)  # whatever the umask is
+        os.replace(made, library)  # so that it is there as a whole or not at all
 
 
 def _run(compiler: str, flags: Sequence[str], source: Path, made: Path) -> subprocess.CompletedProcess[str]:
