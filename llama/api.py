@@ -50,7 +50,6 @@ def load(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
-    repack: bool = True,
     exact: bool = False,
     threads: int | None = None,
 ) -> tuple[Transformer, Tokenizer]:
@@ -70,8 +69,6 @@ def load(
         `llama.quant.packed`. "none" stores floats. None, the default, and "auto" are "stored" if `fast` is set and the
         file has quantised matrices, as the demo's has, and "none" otherwise.
     `activations`: 8 rounds the inputs of quantised products to 8 bits, as llama.cpp does: faster and less accurate.
-    `repack`: False reads "stored" weights from the mapped file. Loading takes no time and processes share the memory,
-        but a step is slower, scales are not checked, and the file must not change.
     `exact`: exact mode, see `Transformer.exact`; with `quantize` it needs `fast` and native code.
     `threads`: threads that compute in this process on a CPU. By default the count of OMP_NUM_THREADS or
         MKL_NUM_THREADS, else PyTorch's, or fewer, once and with a warning, if other work occupies cores.
@@ -82,7 +79,7 @@ def load(
     kind = pick_dtype(dtype, on)
     cache = pick_cache(kv_cache)
     quantize = None if quantize == "auto" else quantize
-    check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations, repack=repack)
+    check = partial(check_modes, on, kind, fast=fast, exact=exact, activations=activations)
     check(quantize=quantize)
     if on.type == "cpu":
         choose_once(logger.warning, threads)
@@ -96,7 +93,7 @@ def load(
             logger.warning("max_seq_len=%d is past the %d that the model was made for", max_seq_len, made_for)
     Cache.of(args, cache)  # rejects wrong PARAMS before weights are read
     ranks.agree(lambda: {"exact": exact, "fast": fast})
-    named = activations == 8 or not repack  # settings of packed weights, of which only "stored" can be meant
+    named = activations == 8  # a setting of packed weights, of which only "stored" can be meant
     by_default = quantize is None and fast and checkpoint.quantised and not named
     if by_default and (limit := _limit_of_packed(on, kind)) is not None:
         logger.info("fast: stored weights %s; the weights are loaded as floats", limit[0])
@@ -105,7 +102,7 @@ def load(
         quantize = "stored" if by_default or (named and fast and checkpoint.quantised) else "none"
         check(quantize=quantize)
     build = partial(_build, checkpoint, args, dtype=kind, device=on, ranks=ranks, fast=fast, exact=exact, said=set())
-    model = build(quantize=quantize, activations=activations, repack=repack)
+    model = build(quantize=quantize, activations=activations)
     if by_default and model.runner is None:
         logger.info("fast: the weights are loaded as floats: the plain path would widen stored ones at every step")
         del model
@@ -193,22 +190,18 @@ def check_modes(
     quantize: str | None,
     exact: bool,
     activations: int = 16,
-    repack: bool = True,
 ) -> None:
     """Raise ValueError for settings that exclude each other, or that this device does not support.
 
     With `fast`, quantize=None is decided by the file, see `load`; until then only values that exclude both raise.
     """
     floats = quantize == "none" or (quantize is None and fast is not True)
-    for name, value in (("fast", fast), ("repack", repack)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
+    if not isinstance(fast, bool):
+        raise ValueError(f"fast={fast!r} must be True or False")
     if exact and fast and device.type == "cuda":
         raise ValueError("exact mode and the fast step of a GPU exclude each other; choose one of exact and fast")
     if type(activations) is not int or activations not in (8, 16):
         raise ValueError(f"activations={activations!r} must be 8 or 16, in bits")
-    if not repack and (floats or quantize in ("int8", "int4")):
-        raise ValueError("repack=False leaves weights as a .gguf file has them; ask for quantize stored, too")
     if floats and activations == 8:
         raise ValueError("activations=8 goes with packed weights; ask for quantize int8, int4 or stored, too")
     if floats or quantize is None:

@@ -52,7 +52,7 @@ class Execution:
     """How forwards are executed: by which operations or runner, and from which kind of weights.
 
     runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
-    "int8", "int4", "stored" or "mapped"; None for floats. activations: 8 if the inputs of products are rounded to 8
+    "int8", "int4" or "stored"; None for floats. activations: 8 if the inputs of products are rounded to 8
     bits, else 16. exact: whether exact mode is on. plain_prompts: whether the runner leaves prompts to the plain path.
     tiles: what the tiles of a CPU with AMX multiply, with other bits than elsewhere.
     """

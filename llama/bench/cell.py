@@ -17,7 +17,6 @@ class Modes(TypedDict):
     fast: bool
     quantize: str | None
     activations: int
-    repack: bool
 
 
 def read_engine(words: str) -> Modes:
@@ -28,18 +27,16 @@ def read_engine(words: str) -> Modes:
     head, in_file, rest = words.rpartition(".py:")
     name, *modes = rest.split(":")
     found = [mode for mode in modes if mode not in ("fast", "a8")]
-    if unknown := [mode for mode in found if mode not in (*QUANTIZED, "mapped")]:
-        known = "known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
+    if unknown := [mode for mode in found if mode not in QUANTIZED]:
+        known = "known are fast, int8, int4, stored and a8, as in llama:fast:int8"
         raise ValueError(f"engine={words!r}: {unknown[0]!r} is no mode; {known}")
     if len(found) > 1 or len(set(modes)) < len(modes):
         raise ValueError(f"engine={words!r} has more modes than one cell can; give --engine once for each")
-    mapped = "mapped" in found
     return {
         "engine": f"{head}{in_file}{name}",
         "fast": "fast" in modes,
-        "quantize": "stored" if mapped else found[0] if found else None,
+        "quantize": found[0] if found else None,
         "activations": 8 if "a8" in modes else 16,
-        "repack": not mapped,
     }
 
 
@@ -50,7 +47,7 @@ class Cell:
     `model` is "demo", the name of a released Llama 3.x (random weights), or the path of a checkpoint. `kv_cache` is a
     kind that the library has, or "file.py:kind"; `engine` one of `llama.bench.run.models.ENGINES`, or "file.py:class".
     `text` replaces the random ids of every row; `input_len` is then its count of tokens. `ranks` processes share the
-    model. `quantize`, `activations` and `repack` are those of `llama.load`; `speculate` is that of `generate`. `code`
+    model. `quantize` and `activations` are those of `llama.load`; `speculate` is that of `generate`. `code`
     is a digest of the user's files that define the kind and the engine; None if none does. Raises ValueError.
     """
 
@@ -68,7 +65,6 @@ class Cell:
     fast: bool = False
     quantize: str | None = None
     activations: int = 16
-    repack: bool = True
     device: str = "cpu"
     dtype: str = "fp32"
     threads: int | None = None
@@ -101,7 +97,6 @@ class Cell:
             "exact mode": self.exact,
             "the fast step": self.fast,
             "activations=8": self.activations != 16,
-            "repack=False": not self.repack,
             "speculate": self.speculate is not None,
         }
         for what, asked in own.items():
@@ -116,7 +111,7 @@ class Cell:
         mode = f"batch {self.batch_size}, cache {'on' if self.kv_caching else 'off'}"
         mode += f", {self.ranks} ranks" if self.ranks > 1 else ""
         mode += ", fast" if self.fast else ""
-        mode += f", {self.packing} weights" if self.packing else ""
+        mode += f", {self.quantize} weights" if self.quantize else ""
         mode += f", {self.activations}-bit activations" if self.activations != 16 else ""
         mode += f", {self.kv_cache} cache" if self.kv_caching and self.kv_cache != "static" else ""
         mode += f", guesses by {self.speculate}" if self.speculate else ""
@@ -125,12 +120,7 @@ class Cell:
     @property
     def rounding(self) -> tuple[Any, ...]:
         """The fields that decide how the weights and the activations are rounded."""
-        return self.engine, self.fast, self.packing, self.activations
-
-    @property
-    def packing(self) -> str | None:
-        """The name of quantized weights; mapped are stored ones that stay in their file."""
-        return self.quantize if self.repack else "mapped"
+        return self.engine, self.fast, self.quantize, self.activations
 
     @property
     def workload(self) -> "Cell":

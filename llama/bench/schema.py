@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from llama.bench.cell import Cell
 from llama.host.machine import Ceilings
 
-SCHEMA = "llama-kv/benchmark/4"
+SCHEMA = "llama-kv/benchmark/5"
 TEXTS = "the four texts"  # of a report: begins the line of `failures` on them
 
 Status = Literal["ok", "violated", "noisy", "not observed"]

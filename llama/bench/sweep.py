@@ -41,7 +41,7 @@ AXES: dict[str, list[Any]] = {
 }  # fmt: skip
 SETTINGS: dict[str, type] = {
     **dict.fromkeys(("repeats", "samples", "greedy_tokens", "output_len", "threads", "activations", "seed"), int),
-    **dict.fromkeys(("compare", "exact", "fast", "repack"), bool),
+    **dict.fromkeys(("compare", "exact", "fast"), bool),
     **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "text", "tokenizer_path"), str),
 }
 OF_TASK = ("repeats", "samples", "greedy_tokens", "compare", "text")  # settings that are no fields of a cell

@@ -20,7 +20,7 @@ from llama.checkpoint.meta import open_meta
 from llama.costs import file_bytes
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
-from llama.quant.packed import Format, MappedWeight, PackedWeight, QuantizedWeight
+from llama.quant.packed import Format, PackedWeight
 from llama.ranks import ALONE, Ranks, cut_for
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.words import some_of
@@ -94,15 +94,14 @@ def load_weights(
     ranks: Ranks = ALONE,
     quantize: str | None = None,
     activations: int = 16,
-    repack: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Return a Transformer(args) whose parameters are copies of the checkpoint's weights, in `dtype` on `device`.
 
     `args` are the checkpoint's, with the caller's limits and switches. Each of several `ranks` reads only its own
-    slices. `quantize` "int8" or "int4" packs each matrix block by block while it is read. "stored" keeps the codes and
-    scales of the file; without `repack` the matrices stay in the mapped file and are neither read nor checked.
-    `activations`: see `llama.quant.layers.PackedLinear`. `progress(done, total)` gets bytes after each parameter.
+    slices. `quantize` "int8" or "int4" packs each matrix block by block while it is read; "stored" keeps the codes and
+    scales of the file. `activations`: see `llama.quant.layers.PackedLinear`. `progress(done, total)` gets bytes after
+    each parameter.
 
     Memory is allocated only after all names and shapes were checked; beyond the model, one small block at a time.
     """
@@ -118,7 +117,7 @@ def load_weights(
     checkpoint.check_length(args.max_seq_len)
     found = {name: weight.shape for name, weight in checkpoint.tensors.items()}
     check_shapes(checkpoint.path, needed=needed_shapes(args), found=found)
-    model = _blank(checkpoint, args, dtype, quantize, ranks, activations, repack)
+    model = _blank(checkpoint, args, dtype, quantize, ranks, activations)
     materialise(model, dtype=dtype, device=device)
     parts = weights_of(model)  # lists a tied head once, as the embedding
     total, done = sum(part.nbytes for part in parts.values()), 0
@@ -129,8 +128,7 @@ def load_weights(
         elif isinstance(part, torch.Tensor):
             own.copy_to(part.detach())
         _check_finite(checkpoint.path, name, part)
-        if not isinstance(part, MappedWeight):
-            own.drop()
+        own.drop()
         done += part.nbytes
         if progress is not None:
             progress(done, total)
@@ -145,7 +143,6 @@ def _blank(
     quantize: str | None,
     ranks: Ranks,
     activations: int = 16,
-    repack: bool = True,
 ) -> Transformer:
     """Return the model on the meta device, with its final layers and no allocated memory."""
     with torch.device("meta"), cut_for(ranks):
@@ -157,18 +154,18 @@ def _blank(
                     "quantize='stored' needs a .gguf file with quantised matrices, and no matrix is quantised; "
                     "leave it out",
                 )
-            quantize_layers(model, dtype, quantize, partial(_stored_as, checkpoint, repack), activations)
+            quantize_layers(model, dtype, quantize, partial(_stored_as, checkpoint), activations)
         elif quantize is not None:
             quantize_layers(model, dtype, quantize, activations=activations)
     return model
 
 
-def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, repack: bool = True) -> dict[str, int]:
+def stored_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of each matrix with quantize="stored", by name; a tied head is counted once.
 
     Raises CheckpointError if the file has no quantised matrix.
     """
-    model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE, repack=repack)
+    model = _blank(checkpoint, checkpoint.args, dtype, "stored", ALONE)
     found = {name: part.nbytes for name, part in weights_of(model).items() if len(part.shape) == 2}
     # Matrices that stay floats have another dtype on the meta device.
     floats = {name: torch.Size(part.shape).numel() for name, part in model.named_parameters() if part.requires_grad}
@@ -187,12 +184,10 @@ def file_bytes_of(checkpoint: Checkpoint) -> dict[str, int]:
     return found
 
 
-def _stored_as(checkpoint: Checkpoint, repack: bool, name: str) -> Format | MappedWeight | None:
-    """Return the stored format of a matrix, or without `repack` the mapped matrix; None if the file has floats."""
-    weight = checkpoint.tensors[name]
-    if weight.stored is None:
-        return None
-    return weight.stored.format if repack else weight.stored.mapped(weight.shape)
+def _stored_as(checkpoint: Checkpoint, name: str) -> Format | None:
+    """Return the stored format of a matrix; None if the file has floats."""
+    stored = checkpoint.tensors[name].stored
+    return None if stored is None else stored.format
 
 
 def _fill(weight: PackedWeight, own: Weight) -> None:
@@ -206,11 +201,11 @@ def _fill(weight: PackedWeight, own: Weight) -> None:
         weight.take(start, stored.parts(start, stop))
 
 
-def _check_finite(path: Path, name: str, part: torch.Tensor | QuantizedWeight) -> None:
+def _check_finite(path: Path, name: str, part: torch.Tensor | PackedWeight) -> None:
     """Reject scales that are not finite, and numbers that are not finite in the weights of queries and keys.
 
     In other weights such numbers reach the logits, and sampling reports them. Attention scores that are all NaN do
-    not: PyTorch on a CPU treats the query as fully masked, and the text is silently another. Mapped weights pass.
+    not: PyTorch on a CPU treats the query as fully masked, and the text is silently another.
     """
     if isinstance(part, PackedWeight):
         scales = [scale for scale in part.parameters() if scale.is_floating_point()]
@@ -233,8 +228,6 @@ def materialise(model: Transformer, *, dtype: torch.dtype, device: torch.device 
     """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, blank in list(model.named_parameters(remove_duplicate=False)):
-        if not blank.is_meta:
-            continue  # mapped from the file
         if blank not in made:
             kind = dtype if blank.requires_grad else blank.dtype  # packed weights keep their dtypes
             made[blank] = torch.nn.Parameter(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llama.args import SETTINGS, ModelArgs
 from llama.model import Transformer
-from llama.quant.packed import Format, MappedWeight, Parts
+from llama.quant.packed import Format, Parts
 from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.files import read_regular
@@ -123,9 +123,6 @@ class Stored:
 
     def parts(self, start: int, stop: int) -> Parts:
         return self.split(self.rows(start, stop))
-
-    def mapped(self, shape: tuple[int, ...]) -> MappedWeight:
-        return MappedWeight(shape[1], self.format, self.rows(0, shape[0]), self.kind, self.split)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

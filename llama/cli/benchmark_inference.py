@@ -53,7 +53,6 @@ def main(
     fast: bool = False,
     quantize: str | None = None,
     activations: int = 16,
-    repack: bool = True,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -104,7 +103,6 @@ def main(
         fast: Measure the fast step: native code on a CPU, CUDA graphs on a GPU.
         quantize: Weights in int8 or int4, or stored: those of a .gguf file as they are.
         activations: 8 rounds what is multiplied by such weights to 8 bits, as llama.cpp does; by default 16.
-        repack: --repack=False leaves stored weights in their file, mapped; as an engine it is llama:mapped.
         device: Where it computes: auto, cpu, cuda or mps.
         dtype: Numbers of the model: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         threads: CPU threads of every engine; by default PyTorch's choice, or fewer if other work occupies cores.
@@ -194,7 +192,6 @@ def base_cell(flags: SimpleNamespace) -> Cell:
         "fast": flags.fast,
         "quantize": flags.quantize,
         "activations": flags.activations,
-        "repack": flags.repack,
     }
     for words in flags.engine:
         engine_class(read_engine(words)["engine"]).package()
@@ -234,9 +231,7 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
     if asked == read_engine(asked["engine"]):
         return {**flags, "engine": asked["engine"]}
     if flags != read_engine("llama"):
-        raise ValueError(
-            f"--engine {engine[0]} names its modes; leave out --fast, --quantize, --activations and --repack"
-        )
+        raise ValueError(f"--engine {engine[0]} names its modes; leave out --fast, --quantize and --activations")
     return asked
 
 

@@ -73,7 +73,6 @@ def main(
     fast: bool | None = None,
     quantize: str = "auto",
     activations: int = 16,
-    repack: bool = True,
     exact: bool = False,
     stream: bool = False,
     chat: bool = False,
@@ -119,7 +118,6 @@ def main(
         quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
             is stored with fast and a quantised .gguf file, such as the demo's, else none.
         activations: With packed weights, 8 rounds the inputs of products to 8 bits: faster, less accurate.
-        repack: With stored weights, --repack=False maps the file: loads at once, but every step is slower.
         exact: Compute the same bits with the cache on and off, alone and in any batch. Slower, unless with --fast.
         stream: Print the text of the first prompt while it is generated.
         chat: Answer each prompt as a user's message; without prompts, hold a conversation, one message a line.
@@ -153,7 +151,7 @@ def main(
     join_ranks(chosen, timeout, one_process=alone)
     files: dict[str, Any] = {"path": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    weights: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    weights: dict[str, Any] = {"quantize": quantize, "activations": activations}
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if has_lines:
         from llama.cli.prompt_files import answer_file, plan

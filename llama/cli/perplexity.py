@@ -30,7 +30,6 @@ def main(
     fast: bool = False,
     quantize: str = "auto",
     activations: int = 16,
-    repack: bool = True,
     json: bool = False,
 ) -> int:
     """Print a model's perplexity on a text, without a cache in one pass a window, or with a kind of cache.
@@ -50,13 +49,12 @@ def main(
         quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
             is stored with fast and a quantised .gguf file, else none.
         activations: With packed weights, 8 rounds the inputs of products to 8 bits; the default is 16.
-        repack: With stored weights, --repack=False leaves them in their file, mapped.
         json: Print JSON.
     """
     path = _check_flags(text, stride=stride, tokens=tokens, kv_cache=kv_cache, prompt_len=prompt_len)
     words = read_text(path, limit=TEXT_LIMIT)
     kind = "static" if kv_cache is None else pick_cache(kv_cache)
-    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations}
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.note)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, fast=fast, **packing)

@@ -45,7 +45,6 @@ def main(
     speculate: bool = False,
     quantize: str = "auto",
     activations: int = 16,
-    repack: bool = True,
     kv_cache: str = "static",
     device: str = "auto",
     output: str = "results/verify.json",
@@ -67,7 +66,6 @@ def main(
         speculate: Compare texts with and without guesses instead, token by token; with exact or fast, none may differ.
         quantize: With exact and fast, quantise the weights to int8, int4, stored or none; see llama-kv run.
         activations: With packed weights, 8 rounds the inputs of products to 8 bits.
-        repack: With stored weights, --repack=False leaves them in their file, mapped.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
             is rejected; llama-kv bench --preset caches measures those.
         device: The device to compute on: auto, cpu, cuda or mps.
@@ -83,7 +81,7 @@ def main(
     path = Path(output)
     check_replaced(path)
     check_writable(path)
-    packing: dict[str, Any] = {"quantize": quantize, "activations": activations, "repack": repack}
+    packing: dict[str, Any] = {"quantize": quantize, "activations": activations}
     if pick_device(device).type == "cpu":
         FreeCores().choose_threads(console.note)
     model, tokenizer = load(ckpt_dir, dtype=dtype, device=device, kv_cache=kind, exact=exact, fast=fast, **packing)

@@ -16,7 +16,7 @@ from llama.exact.operations import exact_ops
 from llama.generation import LanguageModel
 from llama.kv_cache import check_lossless
 from llama.ops import PLAIN, Ops
-from llama.quant.packed import QuantizedWeight
+from llama.quant.packed import PackedWeight
 
 
 class ExactModel(LanguageModel, Protocol):
@@ -81,7 +81,7 @@ def _check(model: ExactModel) -> None:
             f"exact mode replaces all operations of the model, and cannot keep the operations {str(own)!r} that were "
             "put in place of the plain ones; call model.use(PLAIN) first, or leave exact mode off"
         )
-    if model.runner is None and any(isinstance(module, QuantizedWeight) for module in model.modules()):
+    if model.runner is None and any(isinstance(module, PackedWeight) for module in model.modules()):
         raise ValueError(
             "exact mode computes with quantised weights by native code alone, which does not serve this model; load it "
             "with fast, which says why where it does not, or without quantize"

@@ -12,7 +12,7 @@ from llama.fast.graph_runner import GraphRunner, current
 from llama.fast.graph_trial import Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
-from llama.fast.native_check import check_blocks, check_library
+from llama.fast.native_check import check_library
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_trial import plain_prompts
 from llama.fast.supported import Unsupported
@@ -49,11 +49,9 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
     runner = NativeRunner(folder)  # compiles the code
     native = runner.describe(model)  # checks modules (supported.py) and tensors; every call compares (fingerprint.py)
     check_cache(native, model.new_cache(), model.rope)
-    weights = quantized_weights(model).values()
-    formats: set[Format | None] = {weight.format for weight in weights}
+    formats: set[Format | None] = {weight.format for weight in quantized_weights(model).values()}
     formats |= {None} if native.mixed else set()
     check_library(folder, native.dtype, formats=frozenset(formats), activations=native.activations)  # its numbers
-    check_blocks(folder, weights)
     if trial:
         runner.plain_prompts = plain_prompts(model, runner, folder)  # its speed
     model.runner = runner

@@ -16,7 +16,7 @@ from llama.batch import Batch, Chosen
 from llama.fast.fingerprint import Described
 from llama.fast.native_build import load_library
 from llama.fast.native_caches import CacheRoom
-from llama.fast.native_structs import Choice, ChoiceSettings, Groups, Matrix, NativeBatch, NativeModel
+from llama.fast.native_structs import Choice, ChoiceSettings, Groups, NativeBatch, NativeModel
 from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
 
@@ -37,8 +37,6 @@ class NativeForward:
         library = load_library(SOURCE.with_name("common.cpp"), folder)
         self._choose = library.choose_tokens
         self._choose.restype, self._choose.argtypes = None, (c_void_p,)
-        self._unpack = library.unpack
-        self._unpack.restype, self._unpack.argtypes = None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)
         library.instructions.restype = c_char_p
         self.instructions: str = library.instructions().decode()
         self.code = f"{SOURCE.stem}-{Path(library._name).stem.rpartition('-')[2]}"
@@ -67,12 +65,6 @@ class NativeForward:
         """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
         size: int = self.load(model).forward(byref(model), byref(batch), room)
         return size
-
-    def unpack(self, matrix: Matrix, first: int, panels: int, room: int) -> Matrix:
-        """Return panels of a mapped matrix, from column `first` on, as a packed matrix in memory at address `room`."""
-        panel = Matrix()
-        self._unpack(byref(matrix), first, panels, room, byref(panel))
-        return panel
 
     def choose(self, choice: Choice) -> None:
         """Write the token of each row to `choice.ids`: -1 if a logit of the row is not finite."""

@@ -3,8 +3,7 @@
 Only here is it known what this machine's compiler made of the code.
 """
 
-import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
@@ -16,15 +15,14 @@ from torch import Tensor
 from llama.args import ModelArgs
 from llama.exact.batch_invariance import first_difference
 from llama.fast.native_caches import KINDS
-from llama.fast.native_call import LONG_PROMPT, NativeForward
-from llama.fast.native_model import mapped_matrix
+from llama.fast.native_call import LONG_PROMPT
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_structs import Choice
 from llama.fast.supported import Unsupported
 from llama.kv_cache import KVCache, QuestCache, ScoredCache
 from llama.model import Transformer
 from llama.quant.layers import quantize_layers, weights_of
-from llama.quant.packed import PANEL, Format, MappedWeight, PackedWeight, QuantizedWeight
+from llama.quant.packed import Format, PackedWeight
 from llama.sampling import Sampler, Sampling, choose_rows
 
 # Sizes that reach every loop: heads of a whole and of half a block of vectors, a head that ends with part of a panel;
@@ -129,27 +127,6 @@ def check_choices(runner: NativeRunner) -> None:
     theirs = choose_rows(logits, samplers, draws).tolist()
     if any(one not in (other, Choice.TOO_NEAR) for one, other in zip(ours, theirs, strict=True)):
         raise Unsupported("the native code compiled here chooses other tokens than the sampler, from float32 logits")
-
-
-def check_blocks(folder: Path, weights: Iterable[QuantizedWeight]) -> None:
-    """Raise Unsupported if the code in `folder` reads mapped matrices differently from their own definition."""
-    kinds = {weight.block: weight for weight in weights if isinstance(weight, MappedWeight)}
-    if not kinds:
-        return
-    native, stream = NativeForward(folder), torch.Generator("cpu").manual_seed(0)
-    for weight in kinds.values():
-        columns = 2 * weight.shape[1] // weight.raw.shape[1]  # two blocks
-        size = (3 * PANEL, 2, weight.raw.shape[2])
-        raw = torch.randint(256, size, generator=stream, dtype=torch.uint8, device="cpu")
-        mapped = MappedWeight(columns, weight.format, raw, weight.block, weight.split)
-        packed = PackedWeight(len(raw), columns, weight.format)
-        packed.take(0, mapped.parts(0, len(raw)))
-        room = torch.empty(4 * columns * PANEL, dtype=torch.uint8, device="cpu")
-        found = native.unpack(mapped_matrix(mapped), PANEL, 2, room.data_ptr())  # the second panel, and the third
-        for name, part in packed.named_parameters():
-            expected = part[1:].contiguous().view(torch.uint8).numpy().tobytes()
-            if ctypes.string_at(getattr(found, "weight" if name == "codes" else name), len(expected)) != expected:
-                raise Unsupported(f"the native code compiled here reads the {name} of {weight.block} wrongly")
 
 
 def _off_from_cache(model: Transformer, runner: NativeRunner, kind: type[KVCache], name: str) -> float:

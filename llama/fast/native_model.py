@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from llama.fast.native_structs import Layer, Matrix, NativeModel
 from llama.fast.supported import Unsupported, check_modules
 from llama.model import RMSNorm, Transformer, TransformerBlock
-from llama.quant.gguf_types import KINDS
 from llama.quant.layers import PackedEmbedding, PackedLinear, quantized_weights
-from llama.quant.packed import MappedWeight, QuantizedWeight, part_sizes
+from llama.quant.packed import PackedWeight, part_sizes
 
 # The packed weights that native code reads: bits, span, and whether there are zeros.
 _PACKED = {(bits, 32, zeros) for bits in (4, 5, 8) for zeros in (False, True)} | {(6, 16, False)}
-# The blocks of a .gguf file that native code reads, and their type numbers in the file.
-_BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 _MULTIPLE = 32  # numbers that native code processes at a time
 
 
@@ -127,17 +124,14 @@ def _layer(block: TransformerBlock, native: NativeModel) -> Layer:
     return layer
 
 
-def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, native: NativeModel) -> Matrix:
-    """Return a weight (rows, columns) as native code reads it; its `columns` are our rows; set `mixed`, `mapped`."""
+def _matrix(weight: Tensor | PackedWeight, rows: int, columns: int, native: NativeModel) -> Matrix:
+    """Return a weight (rows, columns) as native code reads it; its `columns` are our rows; set `mixed`."""
     if isinstance(weight, Tensor):
         native.mixed |= bool(native.activations)
         return Matrix(weight=check_tensor(weight, (rows, columns), native.dtype), columns=rows, length=columns)
     if tuple(weight.shape) != (rows, columns):
         raise Unsupported(f"a matrix is {tuple(weight.shape)}, and the others need {(rows, columns)}")
     format = weight.format
-    if isinstance(weight, MappedWeight):
-        native.mapped = True
-        return mapped_matrix(weight)
     if (format.bits, format.span, format.offset is None) not in _PACKED:
         raise Unsupported(f"there is no native code for weights packed as {format}")
     parts = part_sizes(rows, columns, format)
@@ -145,14 +139,3 @@ def _matrix(weight: Tensor | QuantizedWeight, rows: int, columns: int, native: N
     return Matrix(
         places.pop("codes"), **places, columns=rows, length=columns, bits=format.bits, offset=format.offset or 0
     )
-
-
-def mapped_matrix(weight: MappedWeight) -> Matrix:
-    """Return a matrix of a file's blocks as native code reads it. Raises Unsupported."""
-    format, kind = weight.format, KINDS.get(weight.block)
-    if kind is None or weight.block not in _BLOCKS or format != kind.format:
-        raise Unsupported(f"there is no native code for {format} in blocks of {weight.block}")
-    rows, columns = weight.shape
-    place = check_tensor(weight.raw, (rows, columns // kind.block, kind.size), torch.uint8)
-    sizes = {"columns": rows, "length": columns, "bits": format.bits, "offset": format.offset or 0}
-    return Matrix(weight=place, block=_BLOCKS[weight.block], **sizes)

@@ -9,12 +9,12 @@ import torch
 class Matrix(ctypes.Structure):
     """A weight (columns, length); if packed, its codes and the other parts in the layout of `llama/quant/packed.py`.
 
-    bits: of a code; 0 for a plain weight. block: the type number of a mapped weight's blocks, else 0.
+    bits: of a code; 0 for a plain weight.
     """
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "scales", "zeros", "scale_units", "zero_units")),
-        *((name, c_int64) for name in ("columns", "length", "bits", "offset", "block")),
+        *((name, c_int64) for name in ("columns", "length", "bits", "offset")),
     )
 
 
@@ -54,7 +54,6 @@ class NativeModel(ctypes.Structure):
         ("bfloat16", c_int64),  # 1: norms, cache and plain matrices are bfloat16; 0: float32
         ("activations", c_int64),  # bits of activations in products with packed matrices, 8 or 16; 0: all are plain
         ("mixed", c_int64),  # 1: some matrices are plain and others are packed
-        ("mapped", c_int64),  # 1: some matrices are the blocks of a file
         *((name, c_int64) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden", "layer_count")),
         ("eps", c_float),
         ("embedding", Matrix),

@@ -10,16 +10,16 @@ from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelE
 from llama.model import Attention, FeedForward, RMSNorm, Transformer, TransformerBlock
 from llama.ops import PLAIN
 from llama.quant.layers import PackedEmbedding, PackedLinear
-from llama.quant.packed import MappedWeight, PackedWeight, Parts
+from llama.quant.packed import PackedWeight, Parts
 from llama.ranks import ALONE
 from llama.rope import RopeTable
 
 _KNOWN = {
     *(Transformer, TransformerBlock, Attention, FeedForward, RMSNorm, nn.ModuleList),
     *(ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding),
-    *(PackedLinear, PackedEmbedding, PackedWeight, MappedWeight),
+    *(PackedLinear, PackedEmbedding, PackedWeight),
 }
-_WEIGHTS = {"weight", "bias", "raw", *Parts._fields}
+_WEIGHTS = {"weight", "bias", *Parts._fields}
 INSTEAD = "the plain path runs instead"
 
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from llama.ops import linear
-from llama.quant.packed import GROUP, INT4, INT8, Format, PackedWeight, QuantizedWeight
+from llama.quant.packed import GROUP, INT4, INT8, Format, PackedWeight
 
 
 class PackedLinear(nn.Module):
-    """x @ weight.T + bias for a QuantizedWeight, dequantised some outputs at a time.
+    """x @ weight.T + bias for a PackedWeight, dequantised some outputs at a time.
 
     activations: 8 rounds x to integers of 8 bits first, with a scale for every 32 inputs. With 16 nothing is rounded
     here; native code rounds to 16 bits, with a scale for every vector. Raises ValueError if x requires a gradient:
     rounding has no useful one.
     """
 
-    def __init__(self, weight: QuantizedWeight, activations: int = 16, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: PackedWeight, activations: int = 16, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.activations, self.bias = weight, activations, bias
 
@@ -40,9 +40,9 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding of a QuantizedWeight, in the dtype of the model's activations."""
+    """An embedding of a PackedWeight, in the dtype of the model's activations."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.dtype = weight, dtype
 
@@ -66,18 +66,17 @@ def quantize_layers(
     model: nn.Module,
     dtype: torch.dtype,
     quantize: str = "int8",
-    stored: Callable[[str], Format | QuantizedWeight | None] | None = None,
+    stored: Callable[[str], Format | None] | None = None,
     activations: int = 16,
 ) -> None:
     """Replace linear layers and embeddings by packed layers; layers that share a weight still share it.
 
     dtype: of the activations. quantize: "int8", "int4" or "stored". stored: returns for each matrix by its name its
-    format, the matrix itself, or None if it stays unquantised. Matrices made from a format are not filled yet.
-    activations: their bits in products.
+    format, or None if it stays unquantised. The matrices are not filled yet. activations: their bits in products.
     """
     if hasattr(model, "identity"):
         model.identity = deepcopy(model.identity)  # another one: caches of the old weights are no longer valid
-    made: dict[Tensor, QuantizedWeight | None] = {}
+    made: dict[Tensor, PackedWeight | None] = {}
     for prefix, owner in list(model.named_modules()):
         for name, layer in owner.named_children():
             if not isinstance(layer, nn.Linear | nn.Embedding):
@@ -87,7 +86,7 @@ def quantize_layers(
                 in_4_bits = quantize == "int4" and whole.startswith("layers.")  # not the embedding, nor the head
                 kept = stored(whole) if stored is not None else INT4 if in_4_bits else INT8
                 rows, columns = layer.weight.shape
-                made[layer.weight] = PackedWeight(rows, columns, kept, quantize) if isinstance(kept, Format) else kept
+                made[layer.weight] = None if kept is None else PackedWeight(rows, columns, kept, quantize)
             weight = made[layer.weight]
             if weight is None:
                 continue
@@ -97,12 +96,12 @@ def quantize_layers(
                 setattr(owner, name, PackedEmbedding(weight, dtype))
 
 
-def quantized_weights(model: nn.Module) -> dict[str, QuantizedWeight]:
+def quantized_weights(model: nn.Module) -> dict[str, PackedWeight]:
     """Return the quantised matrices by name; a matrix that two layers share occurs once, with the first name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedWeight)}
 
 
-def weights_of(model: nn.Module) -> dict[str, nn.Parameter | QuantizedWeight]:
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter | PackedWeight]:
     """Return all weights by name; a quantised matrix is one weight, and a shared weight occurs once."""
     matrices = quantized_weights(model)
     floats = {name: weight for name, weight in model.named_parameters() if name.rpartition(".")[0] not in matrices}

@@ -56,57 +56,11 @@ class Parts(NamedTuple):
     zero_units: Tensor | None = None
 
 
-class QuantizedWeight(nn.Module):
-    """A matrix (out_features, in_features) of codes in a Format.
+class PackedWeight(nn.Module):
+    """A quantised matrix (out_features, in_features) in the layout that is fastest to multiply with.
 
-    stored_as: the name of the weights in `Execution`. Subclasses store parameters, so that they are counted, saved and
-    moved like weights; a cast of the model changes its activations, and not these.
-    """
-
-    def __init__(self, out_features: int, in_features: int, format: Format, stored_as: str) -> None:
-        super().__init__()
-        self.shape, self.format, self.stored_as = torch.Size((out_features, in_features)), format, stored_as
-
-    def parts(self, start: int, stop: int) -> Parts:
-        """Return the parts of outputs `start` to `stop`."""
-        raise NotImplementedError
-
-    def parts_at(self, ids: Tensor) -> Parts:
-        """Return the parts of the outputs `ids`, (n,)."""
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parameters())
-
-    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weights of outputs `start` to `stop`, (stop - start, in_features)."""
-        return _widened(self.parts(start, stop), self.format, dtype)
-
-    def at(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weights of the outputs `ids`, (*ids.shape, in_features)."""
-        return _widened(self.parts_at(ids.flatten()), self.format, dtype).view(*ids.shape, -1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedWeight":
-        def moved(part: Tensor) -> Tensor:
-            there = fn(part)
-            return there if there.dtype == part.dtype else part.to(there.device)
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of at most `most` outputs, but at least 16; each start is a multiple of 16."""
-        step = max(PANEL, most // PANEL * PANEL)
-        return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
-
-
-class PackedWeight(QuantizedWeight):
-    """A quantised matrix in the layout that is fastest to multiply with; a tied head and its embedding share one.
+    A tied head and its embedding share one. stored_as: the name of the weights in `Execution`. Parts are parameters, so
+    that they are counted, saved and moved like weights; a cast of the model changes its activations, and not these.
 
     A panel is 16 outputs. codes: (panels, groups, bits, 16, 4), bytes; scales, zeros: (panels, spans, 16); units:
     (panels, columns / 256, 16). If out_features is not a multiple of 16, the last panel is padded.
@@ -119,7 +73,8 @@ class PackedWeight(QuantizedWeight):
     zero_units: nn.Parameter | None
 
     def __init__(self, out_features: int, in_features: int, format: Format = INT8, stored_as: str = "int8") -> None:
-        super().__init__(out_features, in_features, format, stored_as)
+        super().__init__()
+        self.shape, self.format, self.stored_as = torch.Size((out_features, in_features)), format, stored_as
         together = SUPERBLOCK if format.nested else GROUP
         if in_features % together:
             raise ValueError(
@@ -155,6 +110,7 @@ class PackedWeight(QuantizedWeight):
             held[panels] = torch.unflatten(padded, 0, (-1, PANEL)).movedim(1, -1)
 
     def parts(self, start: int, stop: int) -> Parts:
+        """Return the parts of outputs `start` to `stop`."""
         first, last = start // PANEL, -(-stop // PANEL)
         wanted = slice(start - first * PANEL, stop - first * PANEL)
         codes, *others = self._held()
@@ -162,6 +118,7 @@ class PackedWeight(QuantizedWeight):
         return Parts(codes[first:last].movedim(3, 1).flatten(0, 1)[wanted], *found)
 
     def parts_at(self, ids: Tensor) -> Parts:
+        """Return the parts of the outputs `ids`, (n,)."""
         panels, lanes = ids // PANEL, ids % PANEL
         codes, *others = self._held()
         found: list[Any] = [None if part is None else part[panels, :, lanes] for part in others]
@@ -170,30 +127,34 @@ class PackedWeight(QuantizedWeight):
     def _held(self) -> Parts:
         return Parts(self.codes, self.scales, self.zeros, self.scale_units, self.zero_units)
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
-class MappedWeight(QuantizedWeight):
-    """A quantised matrix in the mapped bytes of a file, which are read when they are used.
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parameters())
 
-    A copy of it has the bytes in memory.
-    raw: the bytes, (out_features, blocks, bytes of a block).
-    block: the name of such blocks in the file.
-    split: a function that returns the parts of some outputs' blocks.
-    """
+    def rows(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of outputs `start` to `stop`, (stop - start, in_features)."""
+        return _widened(self.parts(start, stop), self.format, dtype)
 
-    raw: nn.Parameter
+    def at(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the outputs `ids`, (*ids.shape, in_features)."""
+        return _widened(self.parts_at(ids.flatten()), self.format, dtype).view(*ids.shape, -1)
 
-    def __init__(
-        self, in_features: int, format: Format, raw: Tensor, block: str, split: Callable[[Tensor], Parts]
-    ) -> None:
-        super().__init__(len(raw), in_features, format, "mapped")
-        self.block, self.split = block, split
-        self.raw = nn.Parameter(raw, requires_grad=False)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedWeight":
+        def moved(part: Tensor) -> Tensor:
+            there = fn(part)
+            return there if there.dtype == part.dtype else part.to(there.device)
 
-    def parts(self, start: int, stop: int) -> Parts:
-        return self.split(self.raw[start:stop])
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
 
-    def parts_at(self, ids: Tensor) -> Parts:
-        return self.split(self.raw[ids])
+    def blocks(self, most: int = _ROWS) -> Iterator[tuple[int, int]]:
+        """Yield (start, stop) of at most `most` outputs, but at least 16; each start is a multiple of 16."""
+        step = max(PANEL, most // PANEL * PANEL)
+        return ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
 
 
 def part_sizes(out_features: int, in_features: int, format: Format) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -183,7 +183,7 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
             tensors = _read_tensors(file, facts["tensors"], spans, model)
         if weights_digest(model) != facts["weights"]:
             raise ValueError(
-                "it was saved with other weights, or in another layout (quantize, repack); load the model as it was"
+                "it was saved with other weights, or in another layout (quantize); load the model as it was"
             )
         return _content(facts, tensors, model), IdsOnly(facts["tokenizer"]) if tokenizer is None else tokenizer
     except (OSError, ValueError) as error:

@@ -542,7 +542,7 @@ def test_a_cell_above_the_models_limit_or_the_memory_is_rejected(native_sized: s
 def test_an_invalid_cell_is_rejected() -> None:
     wrong: list[dict[str, Any]] = [
         *({"batch_size": 0}, {"input_len": -1}, {"output_len": 0}, {"threads": 0}, {"logits": "some"}),
-        *({"dtype": "int8"}, {"text": "  "}, {"quantize": "int3"}, {"repack": False, "engine": "llama.cpp"}),
+        *({"dtype": "int8"}, {"text": "  "}, {"quantize": "int3"}),
         *({"fast": True, "engine": "llama.cpp"}, {"exact": True, "engine": "transformers"}),
         *({"logits": "all", "engine": "transformers"}, {"speculate": "lookup", "engine": "transformers"}),
     ]
@@ -555,21 +555,16 @@ def test_an_invalid_cell_is_rejected() -> None:
 
 
 def test_an_engine_is_named_with_its_modes() -> None:
-    plain = {"engine": "transformers", "fast": False, "quantize": None, "activations": 16, "repack": True}
+    plain = {"engine": "transformers", "fast": False, "quantize": None, "activations": 16}
     assert read_engine("transformers") == plain
     assert read_engine("llama.cpp:int4") == {**plain, "engine": "llama.cpp", "quantize": "int4"}
     assert read_engine("llama:int8:fast") == read_engine("llama:fast:int8")
     assert Cell(**read_engine("llama:fast:int8")).name == "batch 1, cache on, fast, int8 weights"
     assert Cell(**read_engine("llama:int8:a8")).name == "batch 1, cache on, int8 weights, 8-bit activations"
-    assert Cell(**read_engine("llama:fast:mapped")).name == "batch 1, cache on, fast, mapped weights"
     assert Cell(**read_engine("llama.cpp:stored")).name == "llama.cpp, batch 1, cache on, stored weights"
     assert read_engine("my/own.py:Mine:int8") == {**plain, "engine": "my/own.py:Mine", "quantize": "int8"}
-    with pytest.raises(ValueError, match=r"repack=False is ours alone; leave it out for llama\.cpp"):
-        Cell(**read_engine("llama.cpp:mapped"))
     for words in ("llama:quick", "llama.cpp:", "llama.cpp:Q8_0"):
-        with pytest.raises(
-            ValueError, match=r"is no mode; known are fast, int8, int4, stored, mapped and a8, as in llama:fast:int8"
-        ):
+        with pytest.raises(ValueError, match=r"is no mode; known are fast, int8, int4, stored and a8, as in llama:f"):
             read_engine(words)
     with pytest.raises(ValueError, match="more modes than one cell can"):
         read_engine("llama.cpp:int8:int4")

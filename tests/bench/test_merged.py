@@ -28,7 +28,7 @@ STATIC, INT8, OFF = (Point("demo", "generate", 64, 1, kind) for kind in ("static
 FIELDS: dict[str, Any] = {
     **{"batch_size": 8, "input_len": 65, "output_len": 5, "engine": "transformers", "model": "other", "logits": "all"},
     **{"exact": True, "fast": True, "quantize": "int8", "dtype": "bf16", "device": "cuda", "threads": 7, "seed": 2},
-    **{"activations": 8, "repack": False, "speculate": "lookup"},
+    **{"activations": 8, "speculate": "lookup"},
     **{"text": "words", "ranks": 2, "tokenizer_path": "x"},
 }
 

@@ -66,24 +66,6 @@ def test_the_weights_of_a_stored_cell_take_the_bytes_that_were_predicted(
     assert any(note.startswith("stored weights: as the file has them") for note in rows[0]["notes"])
 
 
-@pytest.mark.parametrize(
-    "whole", [(), pytest.param(FLOATS, marks=pytest.mark.slow)], ids=["all blocks", "some in floats"]
-)
-def test_mapped_weights_are_predicted_to_take_what_the_file_has(whole: tuple[str, ...], tmp_path: Path) -> None:
-    cell = Cell(**JOB, model=file_of(tmp_path, whole=whole))
-    stored, mapped = (worker.run_cell(one, trace=True)["rows"] for one in (cell, cell.but(repack=False)))
-    for name in ("weights", "head"):
-        predicted, held = line(mapped, name)
-        assert predicted == held
-    assert mapped[0]["path"] == "plain, mapped weights"
-    assert mapped[0]["ids"] == stored[0]["ids"]
-    assert violated(mapped) == []
-    infos = read_gguf_header(Path(cell.model)).tensors.values()
-    if not whole:
-        assert mapped[0]["weights_bytes"] == sum(info.nbytes for info in infos)
-    assert any(note.startswith("mapped weights: as the file has them") for note in mapped[0]["notes"])
-
-
 def test_a_step_of_stored_weights_reads_them_once_and_of_an_untied_embedding_a_row(tmp_path: Path) -> None:
     source = find_model(Cell(**JOB, model=file_of(tmp_path)))
     assert source.stored is not None

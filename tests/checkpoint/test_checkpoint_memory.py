@@ -68,7 +68,6 @@ slow = pytest.mark.slow
         pytest.param("pth of 2", torch.float32, {}, 1.2, marks=slow),
         pytest.param("gguf", torch.float32, {}, 1.2, marks=slow),
         pytest.param("gguf", torch.float32, {"quantize": "stored"}, 1.4, marks=slow),
-        pytest.param("gguf", torch.float32, {"quantize": "stored", "repack": False}, 0.2, marks=slow),
     ],
 )
 def test_resident_memory_grows_by_little_more_than_the_model(

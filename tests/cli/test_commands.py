@@ -156,7 +156,6 @@ NOWHERE = "there is no tokenizer file /nowhere"
     [
         ("run", "hi --tokenizer_path /nowhere", NOWHERE),
         ("run", "hi --activations 3", "activations=3 must be 8 or 16"),
-        ("run", "hi --repack=False", "repack=False leaves weights as a .gguf file has them"),
         ("run", "hi --dtype fp65", "dtype='fp65' is not known"),
         ("serve", "--port 0 --dtype fp65", "dtype='fp65' is not known"),
         ("serve", "--port 0 --max_seq_len -1", "max_seq_len=-1 must be a whole number"),

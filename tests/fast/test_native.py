@@ -40,14 +40,14 @@ from llama.fast import native_call
 from llama.fast.choose import make_fast
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_call import LONG_PROMPT, NativeForward
-from llama.fast.native_check import check_blocks, check_library, trial_model
+from llama.fast.native_check import check_library, trial_model
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_structs import NativeBatch, NativeModel
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
 from llama.quant.layers import quantized_weights
-from llama.quant.packed import Format, MappedWeight, Parts
+from llama.quant.packed import Format
 from llama.rows import Rows
 
 pytestmark = needs_a_compiler
@@ -140,19 +140,6 @@ def test_every_packed_format_gives_the_plain_logits_and_always_the_same_bits(mix
     check_library.__wrapped__(FOLDER, dtype, formats=frozenset(formats), activations=activations)
 
 
-def mapped(name: str) -> MappedWeight:
-    kind = next(kind for kind in KINDS_OF_FILES.values() if kind.name == name)
-    assert kind.format is not None
-    assert kind.parts is not None
-    raw = torch.zeros(16, 512 // kind.block, kind.size, dtype=torch.uint8)
-    return MappedWeight(512, kind.format, raw, kind.name, kind.parts)
-
-
-@pytest.mark.usefixtures("cpu")
-def test_every_kind_of_mapped_block_is_read_by_its_definition() -> None:
-    check_blocks(FOLDER, map(mapped, PACKED))
-
-
 @pytest.mark.parametrize(("error", "says"), [(1.0, "is wrong for float32"), (1e-4, "differently from call to call")])
 def test_wrong_logits_are_noticed(error: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_native_builds` compiles wrong code."""
@@ -167,19 +154,6 @@ def test_wrong_logits_are_noticed(error: float, says: str, monkeypatch: pytest.M
     monkeypatch.setattr(NativeForward, "__call__", wrong)
     with pytest.raises(Unsupported, match=says):
         check_library.__wrapped__(FOLDER, torch.float32, formats=frozenset(), activations=0)
-
-
-def test_a_block_that_is_read_wrongly_is_noticed() -> None:
-    weight = mapped("Q6_K")
-    right = weight.split
-
-    def wrong(raw: Tensor) -> Parts:
-        parts = right(raw)
-        return parts._replace(codes=parts.codes ^ 128)
-
-    weight.split = wrong
-    with pytest.raises(Unsupported, match="reads the codes of Q6_K wrongly"):
-        check_blocks(FOLDER, [weight])
 
 
 @pytest.mark.usefixtures("cpu")

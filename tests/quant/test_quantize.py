@@ -1,9 +1,6 @@
 """Packed weights are near or equal to the weights they were made of, have the expected size, and run everywhere."""
 
-import copy
 import logging
-import pickle
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from llama.host.files import cache_dir
 from llama.model import Transformer
 from llama.quant.gguf_types import KINDS
 from llama.quant.layers import PackedEmbedding, PackedLinear, in_8_bits, quantize_layers, quantized_weights
-from llama.quant.packed import GROUP, INT4, INT8, Format, MappedWeight, PackedWeight, Parts, pack_codes, unpack_codes
+from llama.quant.packed import GROUP, INT4, INT8, Format, PackedWeight, Parts, pack_codes, unpack_codes
 from llama.untrusted.gguf_header import read_gguf_header
 
 HALF_STEP = 0.5 + 240 * 2.0**-11  # of a code: rounding it, and its scale to float16
@@ -215,8 +212,6 @@ def demo_checkpoint() -> Any:
 EXCLUSIVE: list[tuple[dict[str, Any], str]] = [
     ({"activations": 8}, "activations=8 goes with packed weights; ask for quantize int8, int4 or stored"),
     ({"quantize": "int8", "activations": 4}, "activations=4 must be 8 or 16, in bits"),
-    ({"repack": False}, "repack=False leaves weights as a .gguf file has them; ask for quantize stored, too"),
-    ({"repack": False, "quantize": "int8"}, "repack=False leaves weights as a .gguf file has them"),
     ({"fast": "fused"}, "fast='fused' must be True or False"),
     ({"quantize": "int3"}, "quantize='int3' is not known; choose of int8, int4, stored"),
     ({"quantize": "stored", "exact": True}, "exact mode computes with stored weights by native code alone; ask"),
@@ -296,63 +291,6 @@ def test_stored_weights_are_those_of_the_file_to_the_bit(kind: Any, tmp_path: Pa
         torch.testing.assert_close(kept(tokens), wide(tokens), rtol=1e-5, atol=1e-5)
 
 
-@some_of_stored("Q4_1")
-@pytest.mark.parametrize("fast", [True, False])
-def test_mapped_weights_give_the_bits_of_stored_ones(kind: Any, fast: bool, tmp_path: Path) -> None:
-    activations = 8 if kind.value % 2 or not fast else 16  # native code: some kinds each way
-    sizes = {"hidden_size": 256, "intermediate_size": 512} if "_K" in kind.name else {"num_attention_heads": 2}
-    path = gguf_of(tmp_path, kind, **sizes)  # of 520 tokens: half of the last panel
-    how: Any = {"device": "cpu", "quantize": "stored", "activations": activations, "fast": fast}
-    stored, mapped = (load(path, repack=repack, **how)[0] for repack in (True, False))
-    assert mapped.execution.weights == "mapped"
-    for (name, one), other in zip(quantized_weights(stored).items(), quantized_weights(mapped).values(), strict=True):
-        assert isinstance(other, MappedWeight), name
-        assert torch.equal(other.rows(3, 520), one.rows(3, 520)), name
-    prompts, step = some_tokens(3, 17, vocab_size=20), some_tokens(3, 1, vocab_size=20, seed=1)
-    with torch.inference_mode():
-        for tokens, start in ((prompts, 0), (step, 17)):
-            assert torch.equal(mapped(tokens, start), stored(tokens, start))
-    if fast and shutil.which("c++") is not None:
-        assert served(stored) == served(mapped) == 2
-
-
-def test_mapping_reads_no_weights_and_allocates_no_memory(demo_checkpoint: Any) -> None:
-    how: Any = {"dtype": torch.float32, "device": "cpu", "quantize": "stored", "repack": False}
-    peak = tensor_peak(lambda: load_weights(demo_checkpoint, demo_checkpoint.args, **how))
-    norms = 4 * 576 * (2 * 30 + 1)
-    assert peak < 2 * norms
-
-
-def test_a_mapped_model_shares_its_file_and_a_copy_has_its_own_bytes(tmp_path: Path) -> None:
-    path = gguf_of(tmp_path, Kind.Q4_1)
-    before = path.read_bytes()
-    model, _ = load(path, device="cpu", quantize="stored", repack=False)
-    twin, again = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    weight = quantized_weights(model)["layers.0.attention.wq.weight"]
-    with torch.no_grad():
-        next(weight.parameters()).zero_()
-    assert not weight.rows(0, 16).any()
-    for other in (twin, again):
-        assert quantized_weights(other)["layers.0.attention.wq.weight"].rows(0, 16).any()
-    assert path.read_bytes() == before
-
-
-@needs_a_compiler
-def test_blocks_that_native_code_does_not_know_run_on_the_plain_path(tmp_path: Path) -> None:
-    path = gguf_of(tmp_path, Kind.Q4_1, num_attention_heads=2)
-    model, _ = load(path, device="cpu", quantize="stored", repack=False, fast=True)
-    tokens = some_tokens(2, 11, vocab_size=20)
-    weight = quantized_weights(model)["layers.1.feed_forward.w2.weight"]
-    assert isinstance(weight, MappedWeight)
-    with torch.inference_mode():
-        expected = model(tokens)
-        weight.block = "Q4_2"
-        assert not torch.equal(model(tokens), expected)  # the plain path rounds differently
-        weight.block = "Q5_1"  # with blocks of another size
-        model(tokens)
-    assert served(model) == 1
-
-
 def test_int4_restores_the_codes_of_a_file_of_4_bits(tmp_path: Path) -> None:
     path = gguf_of(tmp_path, Kind.Q4_1)
     stored, _ = load(path, device="cpu", quantize="stored")
@@ -411,13 +349,10 @@ def test_fast_stores_a_quantised_file_as_it_is_unless_floats_are_asked_for(tmp_p
     assert execution(path, fast=True) == "native, stored weights"
     assert execution(path, fast=True, exact=True) == "native, stored weights, exact"
     assert execution(path, fast=True, activations=8) == "native, stored weights, 8-bit activations"
-    assert execution(path, fast=True, repack=False) == "native, mapped weights"
     assert execution(path, fast=True, quantize="int8") == "native, int8 weights"
     assert execution(path, fast=True, quantize="none") == execution(floats, fast=True) == "native"
     with pytest.raises(ValueError, match="activations=8 goes with packed weights"):
         load(floats, device="cpu", fast=True, activations=8)
-    with pytest.raises(ValueError, match=r"repack=False leaves weights as a \.gguf file has them"):
-        load(path, device="cpu", fast=True, quantize="none", repack=False)
 
 
 @needs_a_compiler

@@ -222,16 +222,13 @@ def test_native_code_is_certified_to_the_bit(native_command: Command, words: Seq
 
 @pytest.mark.slow
 @needs_a_compiler
-def test_8_bit_activations_and_mapped_weights_are_certified_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_8_bit_activations_are_certified_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(hidden_size=64, intermediate_size=96, num_attention_heads=2)
     file = write_gguf(tmp_path / "model.gguf", meta_weights(random_model(config)), config, kind=Kind.Q4_0)
     command = Command(file, tmp_path / "verify.json", capsys)
     stored = ("--exact", "--fast", "--tokens=12", "--quantize=stored")
     for words, said in (
         ((), "stored weights"),
-        (("--repack=False",), "mapped weights"),
         (("--activations=8",), "stored weights and 8-bit activations"),
     ):
         code, printed = command(*stored, *words)

@@ -110,7 +110,7 @@ def in_table_order(views: Sequence[CellView]) -> list[CellView]:
 
     def place(view: CellView) -> tuple[Any, ...]:
         cell = view.cell
-        modes = cell.engine, cell.fast, cell.packing or "", cell.activations
+        modes = cell.engine, cell.fast, cell.quantize or "", cell.activations
         return cell.batch_size, not view.is_ours, *modes, not cell.kv_caching, cell.speculate or ""
 
     return sorted(views, key=place)

@@ -114,7 +114,7 @@ def _of_activations(cell: Cell, *, measured: bool) -> str:
     if cell.fast:
         return "predicted for the plain path; the fast step takes a workspace, or on a GPU a pool"
     if cell.layout is not None:
-        return f"predicted for weights as they are; {cell.packing} layers widen some outputs at a time"
+        return f"predicted for weights as they are; {cell.quantize} layers widen some outputs at a time"
     words = ["measured is what the other lines leave of the measured peak"] if measured else []
     if cell.kv_caching and cell.kv_cache != "static":
         words.append(f"predicted for a cache that is read in place; {cell.kv_cache} may copy what it returns")

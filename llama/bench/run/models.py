@@ -109,7 +109,7 @@ def check_cell(cell: Cell) -> None:
     if cell.speculate and cell.logits == "all":
         raise ValueError("logits=all and speculate exclude each other: what verifies guesses needs logits of its own")
     if cell.engine == "llama":
-        modes: Any = {"fast": cell.fast, "exact": cell.exact, "activations": cell.activations, "repack": cell.repack}
+        modes: Any = {"fast": cell.fast, "exact": cell.exact, "activations": cell.activations}
         # A cell names its weights.
         check_modes(pick_device(cell.device), DTYPES[cell.dtype], quantize=cell.quantize or "none", **modes)
 
@@ -150,8 +150,7 @@ def find_model(cell: Cell) -> Source:
             model = random_model(args, dtype=dtype, device=device, **packing)
         else:
             ranks = join(device)
-            packing |= {"ranks": ranks, "repack": cell.repack}
-            model = load_weights(checkpoint, args, dtype=dtype, device=device, **packing).eval()
+            model = load_weights(checkpoint, args, dtype=dtype, device=device, ranks=ranks, **packing).eval()
         if cell.fast:  # compiles here, before anything is timed
             make_fast(model, cache_dir() / "native", trial=not cell.exact)
         model.exact = cell.exact
@@ -172,7 +171,7 @@ def _stored_of(cell: Cell, checkpoint: Checkpoint | None, dtype: torch.dtype) ->
         )
     if cell.engine != "llama":
         return file_bytes_of(checkpoint)
-    return stored_bytes(checkpoint, dtype, repack=cell.repack)
+    return stored_bytes(checkpoint, dtype)
 
 
 class Opened(NamedTuple):

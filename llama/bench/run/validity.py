@@ -31,7 +31,7 @@ def notes(cell: Cell, *, weights: str) -> list[str]:
         "random weights: times and sizes are the model's, the text is noise": weights == "random",
         "random token ids as prompts, of exactly the length asked for": cell.text is None,
         f"low precision ({cell.dtype}): near ties may fall differently with the cache on and off": cell.itemsize == 2,
-        f"{cell.packing} weights: {rounded}": cell.quantize is not None,
+        f"{cell.quantize} weights: {rounded}": cell.quantize is not None,
         eight_bits: cell.activations == 8,
         "logits of all positions, on purpose: generation needs the last one's only": cell.logits == "all",
     }

@@ -39,7 +39,6 @@ struct Model {
     Int bfloat16;  // 1: norms, cache and plain matrices are bfloat16; 0: float32
     Int activations;  // their bits in products with packed matrices, 8 or 16; 0: all matrices are plain
     Int mixed;        // 1: some matrices are plain and others are packed
-    Int mapped;       // 1: some matrices are the blocks of a file
     Int dim, heads, kv_heads, head_dim, hidden, layer_count;
     float eps;
     Matrix embedding, output;

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "choose.h"
-#include "matrices.h"
 #include "tiles.h"
 
 extern "C" {
@@ -28,11 +27,6 @@ const char* instructions() {
 #else
     return "the compiler's own vectors";
 #endif
-}
-
-// Write panels of a mapped matrix to `room`, and their addresses to `panel`; see matrices.h.
-void unpack(const Matrix* matrix, Int first, Int panels, char* room, Matrix* panel) {
-    *panel = unpacked(*matrix, first, panels, room);
 }
 
 // Choose the next token of every row, see choose.h.

@@ -77,7 +77,7 @@ struct Forward : Call {
     }
     template <class Kind>
     Int room_of(const Kind& kind, const Blocks& some) const {
-        return kind.room_for(std::max(some.rows, scored_at_once(some)), model.longest(), model.mapped);
+        return kind.room_for(std::max(some.rows, scored_at_once(some)), model.longest());
     }
     Int scored_at_once(const Blocks& some) const { return some.count ? std::min(scored, std::max(SCORED, some.rows)) : 0; }
     static Int whole_tiles(Int rows) { return (rows + TILE - 1) / TILE * TILE; }
@@ -108,7 +108,7 @@ struct Forward : Call {
         };
         each_block([&](const auto&, Int first, Int count, Int) {
             for (Int t = team.rank; t < count; t += team.size)
-                usual.row_of(model.embedding, token(first + t), h + (first + t) * model.dim, team.room);
+                usual.row_of(model.embedding, token(first + t), h + (first + t) * model.dim);
         });
         if (stored.angles) stored.write_angles(all);
         all.wait();

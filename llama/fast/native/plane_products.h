@@ -134,7 +134,7 @@ struct Panels {
     void write(Int begin, Int end, float* units, char* planes, Int bytes) const {
         for (int i = 0; i < 2; i++, units += PANEL) {
             if (column[i] >= matrix[i]->columns) continue;
-            const Panel panel(*matrix[i], column[i], begin, begin ? end : matrix[i]->length, planes + 2 * bytes);
+            const Panel panel(*matrix[i], column[i], begin);
             with_bits(*matrix[i], [&](auto bits) {
                 if (begin == 0) write_units<bits>(panel, units);
                 write_planes<bits>(panel, end - begin, units, planes + i * bytes);
@@ -178,10 +178,10 @@ void multiply_planes(Int count, At panels_at, const char* x, Int size, Int rows,
 }
 
 // The bytes of `room` for these products.
-inline Int room_of_planes(Int rows, Int length, bool mapped) {
+inline Int room_of_planes(Int rows, Int length) {
     const Parts parts(rows, length, PLANE_NUMBERS);
     const Int planes = 2 * 2 * TILE * padded(parts.numbers), units = parts.pairs * 2 * PANEL * Int(sizeof(float));
-    return parts.sums(1) * Int(sizeof(Sums)) + units + planes + (mapped ? room_of(1, length) : 0);
+    return parts.sums(1) * Int(sizeof(Sums)) + units + planes;
 }
 
 }  // namespace

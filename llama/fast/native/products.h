@@ -38,8 +38,8 @@ struct Plain {
     static bool long_by_tiles(Int) { return false; }
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    Int room_for(Int rows, Int length, bool mapped) const {
-        return arranges() ? std::max(TILE * bytes(length), room_of_tiles(rows, length, packed, mapped)) : 0;
+    Int room_for(Int rows, Int length) const {
+        return arranges() ? std::max(TILE * bytes(length), room_of_tiles(rows, length, packed)) : 0;
     }
 
     static void round(const float* x, Int length, char* to) {
@@ -69,7 +69,7 @@ struct Plain {
     }
     static Factors factors(const char* rows, Int length) { return {rows, bytes(length), length}; }
 
-    static void row_of(const Matrix& matrix, Int row, float* to, char*) {
+    static void row_of(const Matrix& matrix, Int row, float* to) {
         const T* from = (const T*)matrix.weight + row * matrix.length;
         for (Int i = 0; i < matrix.length; i += LANES) store(to + i, widen(from + i));
     }
@@ -101,7 +101,7 @@ struct Planes : NotDirect {
     explicit Planes(bool mixed) : mixed(mixed) {}
 
     Int bytes(Int length) const { return PlaneRow::bytes(length) + (mixed ? (length * 4 + 63) / 64 * 64 : 0); }
-    static Int room_for(Int rows, Int length, bool mapped) { return room_of_planes(rows, length, mapped); }
+    static Int room_for(Int rows, Int length) { return room_of_planes(rows, length); }
     void round(const float* x, Int length, char* to) const {
         PlaneRow(to, length).round(x, length);
         if (mixed) Plain<float>::round(x, length, to + PlaneRow::bytes(length));
@@ -348,30 +348,27 @@ struct Packed : NotDirect {
         const Int size = bytes(matrix.length);
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from few addresses at a time
-            const Int panels = many ? MOST : 1, skipped = matrix.block ? c : 0;
-            char* rest = room + separated_bytes(matrix.length);
-            const Matrix here = matrix.block ? unpacked(matrix, c, panels, rest) : matrix;
+            const Int panels = many ? MOST : 1;
             constexpr bool DIFFER = BITS < 8 || parts(BITS) > 1;  // from the codes as they are stored
             const bool fit = separated_bytes(matrix.length) <= MOST_SEPARATED;
             const bool apart = DIFFER && many && fit && rows >= SHARED_BY;
-            if (apart) separate<BITS>(here, c - skipped, panels, room);
+            if (apart) separate<BITS>(matrix, c, panels, room);
             by_rows<TOGETHER + 1>(rows, [&](auto n, Int r) {  // five rows take less time than four and one
                 constexpr int ROWS = decltype(n)::value;
                 const char* from = x + r * size;
-                float* out = to + r * stride + skipped;
+                float* out = to + r * stride;
                 if constexpr (DIFFER && ROWS == TOGETHER)
-                    if (apart) return some<BITS, ROWS, MOST, true>(here, from, size, c - skipped, out, stride, room);
-                many ? some<BITS, ROWS, MOST>(here, from, size, c - skipped, out, stride)
-                     : some<BITS, ROWS, 1>(here, from, size, c - skipped, out, stride);
+                    if (apart) return some<BITS, ROWS, MOST, true>(matrix, from, size, c, out, stride, room);
+                many ? some<BITS, ROWS, MOST>(matrix, from, size, c, out, stride)
+                     : some<BITS, ROWS, 1>(matrix, from, size, c, out, stride);
             });
             c += panels * PANEL;
         }
     }
 
     // The bytes of `room` that a thread needs for matrices of this length.
-    Int room_for(Int rows, Int length, bool mapped) const {
-        const Int packed = separated_bytes(length) + (mapped ? room_of(MOST, length) : 0);
-        return std::max(packed, mixed ? Plain<T>{false}.room_for(rows, length, mapped) : 0);
+    Int room_for(Int rows, Int length) const {
+        return std::max(separated_bytes(length), mixed ? Plain<T>{false}.room_for(rows, length) : 0);
     }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
@@ -382,11 +379,9 @@ struct Packed : NotDirect {
         with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride, room); });
     }
 
-    static void row_of(const Matrix& matrix, Int row, float* to, char* room) {
-        if (!matrix.bits) return Plain<T>::row_of(matrix, row, to, room);
-        const Int skipped = matrix.block ? row / PANEL * PANEL : 0;
-        const Matrix here = matrix.block ? unpacked(matrix, skipped, 1, room) : matrix;
-        with_bits(matrix, [&](auto bits) { row_of<bits>(here, row - skipped, to); });
+    static void row_of(const Matrix& matrix, Int row, float* to) {
+        if (!matrix.bits) return Plain<T>::row_of(matrix, row, to);
+        with_bits(matrix, [&](auto bits) { row_of<bits>(matrix, row, to); });
     }
 
     template <int BITS>

@@ -85,15 +85,12 @@ struct Parts {
 
 // ---- decoded weights -------------------------------------------------------------------------------------------------
 
-// A panel of a packed matrix in memory, and the place of some of its numbers; `room`: for a mapped matrix, see `room_of`.
+// A panel of a packed matrix, and the place of some of its numbers.
 struct Panel {
-    const Matrix matrix;
+    const Matrix& matrix;
     const Int number, group;
 
-    Panel(const Matrix& from, Int column, Int begin, Int end, char* room)
-        : matrix(from.block ? unpacked(from, column, 1, room, begin, end) : from),
-          number(from.block ? 0 : column / PANEL),
-          group(from.block ? 0 : begin / GROUP) {}
+    Panel(const Matrix& matrix, Int column, Int begin) : matrix(matrix), number(column / PANEL), group(begin / GROUP) {}
 
     // Call act(v, scale, zero, each) for all spans of group g of all columns: each(act) calls act(i, four codes).
     template <int BITS, class Act>
@@ -137,12 +134,12 @@ struct Left {
     const bfloat* first;
     Int stride, count;
 
-    // From column `c` on, of those before `last`. Packed weights are decoded to `to`; `room`: as in Panel.
-    static Left of(const Matrix& matrix, Int c, Int last, Int begin, Int end, char* to, char* room) {
+    // From column `c` on, of those before `last`. Packed weights are decoded to `to`.
+    static Left of(const Matrix& matrix, Int c, Int last, Int begin, Int end, char* to) {
         const Int count = std::clamp<Int>(last - c, 0, TILE);
         if (!matrix.bits) return {(const bfloat*)matrix.weight + c * matrix.length + begin, matrix.length, count};
         if (count) {
-            const Panel panel(matrix, c, begin, end, room);
+            const Panel panel(matrix, c, begin);
             with_bits(matrix, [&](auto bits) { decode<bits>(panel, end - begin, (bfloat*)to); });
         }
         return {(const bfloat*)to, end - begin, count};
@@ -190,7 +187,7 @@ INLINE void add_tiles(const Pair& pair, const Factors& x, const char* from, bool
     write_sums(sums);
 }
 
-// Multiply `pairs` pairs, of which left_at(p, i, begin, end, to, room) returns factor i, with `rows` rows, and call
+// Multiply `pairs` pairs, of which left_at(p, i, begin, end, to) returns factor i, with `rows` rows, and call
 // act(p, r, sums) for each of them and every 2 * TILE rows from r on. `decodes`: some of the matrices are packed.
 template <class At, class Act>
 void multiply_tiles(Int pairs, At left_at, bool decodes, const Factors& x, Int rows, Int length, char* room, Act act) {
@@ -200,7 +197,7 @@ void multiply_tiles(Int pairs, At left_at, bool decodes, const Factors& x, Int r
     Int configured = 0;
     parts.each(pairs, [&](Int p, Int place, Int begin, Int end) {
         auto pair_at = [&](Int p) {
-            auto left = [&](Int i) { return left_at(p, i, begin, end, columns + i * decoded, columns + 2 * decoded); };
+            auto left = [&](Int i) { return left_at(p, i, begin, end, columns + i * decoded); };
             return Pair{left(0), left(1)};
         };
         const Pair pair = pair_at(p), next = decodes ? Pair{} : pair_at(std::min(p + 1, pairs - 1));
@@ -221,18 +218,17 @@ void multiply_tiles(Int pairs, At left_at, bool decodes, const Factors& x, Int r
 }
 
 // The bytes of `room` for these products.
-inline Int room_of_tiles(Int rows, Int length, bool decodes, bool mapped) {
+inline Int room_of_tiles(Int rows, Int length, bool decodes) {
     const Parts parts(rows, length, decodes ? NUMBERS_AT_ONCE : 0);
-    const Int decoded = decodes ? 2 * TILE * parts.numbers * 2 + (mapped ? room_of(1, parts.numbers) : 0) : 0;
-    return parts.sums(2) * Int(sizeof(Sums)) + decoded;
+    return parts.sums(2) * Int(sizeof(Sums)) + (decodes ? 2 * TILE * parts.numbers * 2 : 0);
 }
 
 // to[r][c] = x[r] . w[c] for columns `first` to `end`, or += if ADDED.
 template <bool ADDED>
 void multiply_by_tiles(const Matrix& matrix, const Factors& x, Int rows, Int first, Int end, float* to, Int stride,
                        char* room) {
-    auto left_at = [&](Int p, Int i, Int from, Int until, char* decoded, char* rest) {
-        return Left::of(matrix, first + (2 * p + i) * TILE, end, from, until, decoded, rest);
+    auto left_at = [&](Int p, Int i, Int from, Int until, char* decoded) {
+        return Left::of(matrix, first + (2 * p + i) * TILE, end, from, until, decoded);
     };
     auto write = [&](Int p, Int r, Sums& sums) {
         for (int i = 0; i < 4; i++) {
@@ -254,8 +250,8 @@ void multiply_by_tiles(const Matrix& matrix, const Factors& x, Int rows, Int fir
 // Write silu(w1 x) * w3 x of columns `first` to `end`, whole tiles, as the right factors of the next product.
 inline void gate_by_tiles(const Matrix& w1, const Matrix& w3, const Factors& x, Int rows, Int first, Int end,
                           const Factors& to, char* room) {
-    auto left_at = [&](Int p, Int i, Int from, Int until, char* decoded, char* rest) {
-        return Left::of(i ? w3 : w1, first + p * TILE, end, from, until, decoded, rest);
+    auto left_at = [&](Int p, Int i, Int from, Int until, char* decoded) {
+        return Left::of(i ? w3 : w1, first + p * TILE, end, from, until, decoded);
     };
     auto write = [&](Int p, Int r, Sums& sums) {
         const Int c = first + p * TILE;

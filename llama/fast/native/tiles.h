@@ -23,17 +23,6 @@ constexpr bool TILES = false;
 #endif
 constexpr int TILE = 16;  // rows of a tile, and its numbers of 32 bits in a row
 
-
-typedef std::uint32_t quad __attribute__((vector_size(16)));
-
-// Transpose four rows of four numbers.
-INLINE void transpose(quad x[4]) {
-    const quad a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
-    const quad c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-    x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
-    x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
-}
-
 typedef float tile_row __attribute__((vector_size(64)));
 
 // Transpose TILE rows of TILE numbers of 32 bits, which are `stride` bytes apart.

@@ -238,7 +238,7 @@ template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
     std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size, UNWRITTEN);
-    std::vector<char> room(kind.room_for(rows, matrix.length, true), UNWRITTEN);
+    std::vector<char> room(kind.room_for(rows, matrix.length), UNWRITTEN);
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
     for (Int r = 0; kind.arranges() && r < rows; r += TILE)
         kind.arrange(rounded.data() + r * size, size, matrix.length, room.data());
@@ -260,8 +260,7 @@ void products(const std::string& name, const Product& kind, const Matrix& matrix
     print(name, all);
     require_numbers(all, name);
     std::vector<float> own(matrix.columns * matrix.length, NAN);
-    std::vector<char> room(kind.room_for(1, matrix.length, true), UNWRITTEN);
-    for (Int c = 0; c < matrix.columns; c++) kind.row_of(matrix, c, own.data() + c * matrix.length, room.data());
+    for (Int c = 0; c < matrix.columns; c++) kind.row_of(matrix, c, own.data() + c * matrix.length);
     exact(name + ", the matrix", own);
 }
 
@@ -334,39 +333,6 @@ void packed_products() {
     exact("packed 4" + activations + ", infinity", product(kind, packed.matrix, x, 2));
 }
 
-// A mapped matrix of random blocks whose scales are small numbers.
-template <class Type>
-struct Mapped {
-    std::vector<std::uint8_t> file;
-    Matrix matrix{};
-
-    Mapped(Dice& dice, Int block, Int columns, Int length) {
-        const Int blocks = columns * length / Type::LENGTH;
-        file = integers<std::uint8_t>(dice, blocks * Type::BYTES, 0, 255);
-        const std::vector<half> scales = numbers<half>(dice, 2 * blocks, 0x1p-8f, 0x1p-6f);
-        const bool zeros = block != 2 && block != 6 && block != 8 && block != 14;
-        for (Int b = 0; b < blocks; b++)
-            std::memcpy(file.data() + b * Type::BYTES + (block == 14 ? 208 : 0), &scales[2 * b], zeros ? 4 : 2);
-        matrix.weight = file.data(), matrix.columns = columns, matrix.length = length, matrix.block = block;
-        matrix.bits = Type::BITS, matrix.offset = zeros ? 0 : Int(1) << (Type::BITS - 1);
-    }
-};
-
-// Blocks of a file, as they are and multiplied.
-template <int ACTIVATIONS>
-void mapped_products() {
-    Dice dice{7};
-    for (const Int block : {2, 3, 6, 7, 8, 12, 13, 14})
-        with_block(block, [&](auto type) {
-            using Type = decltype(type);
-            constexpr Int COLUMNS = 67, LENGTH = 512;
-            const Mapped<Type> mapped(dice, block, COLUMNS, LENGTH);
-            const Matrix& matrix = mapped.matrix;
-            products("block " + std::to_string(block) + ", activations " + std::to_string(ACTIVATIONS),
-                     Packed<ACTIVATIONS, float>{false}, matrix, exact<float>);
-        });
-}
-
 // ---- long prompts by tiles -----------------------------------------------------------------------------------------
 
 #if defined(AMX) || defined(EMULATE_TILES)
@@ -379,7 +345,7 @@ struct Rounded {
 
     Rounded(const Kind& kind, const float* x, Int rows, Int length)
         : size(kind.bytes(length)), rows(rows), bytes((rows + TILE - 1) / TILE * TILE * size, char(0xff)),
-          room(kind.room_for(rows, length, true), char(0xff)) {
+          room(kind.room_for(rows, length), char(0xff)) {
         for (Int r = 0; r < rows; r++) kind.round(x + r * length, length, bytes.data() + r * size);
         for (Int r = 0; kind.arranges() && r < rows; r += TILE)
             kind.arrange(bytes.data() + r * size, size, length, room.data());
@@ -406,8 +372,8 @@ struct ColumnInPlanes {
     float unit;
 
     ColumnInPlanes(const Matrix& matrix, Int c) {
-        std::vector<char> planes(2 * TILE * padded(matrix.length)), room(room_of(1, matrix.length));
-        const Panel panel(matrix, c / PANEL * PANEL, 0, matrix.length, room.data());
+        std::vector<char> planes(2 * TILE * padded(matrix.length));
+        const Panel panel(matrix, c / PANEL * PANEL, 0);
         float units[PANEL];
         with_bits(matrix, [&](auto bits) {
             write_units<bits>(panel, units);
@@ -436,8 +402,7 @@ float product_in_planes(const char* at, const ColumnInPlanes& column, Int* large
 
 std::vector<float> row_of(const Matrix& matrix, Int c) {
     std::vector<float> row(matrix.length);
-    std::vector<char> room(room_of(1, matrix.length));
-    Packed<16, float>::row_of(matrix, c, row.data(), room.data());
+    Packed<16, float>::row_of(matrix, c, row.data());
     return row;
 }
 
@@ -520,29 +485,6 @@ void tile_products() {
         const std::string name = "tiles, in parts of " + std::to_string(length);
         check_planes(packed.matrix, 49, name), check_decoded(packed.matrix, 49, name);
     }
-}
-
-// A mapped matrix is multiplied as its panels in memory are.
-void mapped_tile_products() {
-    Dice dice{16};
-    for (const Int block : {2, 3, 6, 7, 8, 12, 13, 14})
-        with_block(block, [&](auto type) {
-            using Type = decltype(type);
-            constexpr Int COLUMNS = 35, LENGTH = 2304, ROWS = 40;
-            const Mapped<Type> mapped(dice, block, COLUMNS, LENGTH);
-            const Matrix& matrix = mapped.matrix;
-            std::vector<char> room(room_of(3, LENGTH));
-            const Matrix in_memory = unpacked(matrix, 0, 3, room.data());
-            const std::vector<float> x = numbers<float>(dice, ROWS * LENGTH, 2.0f);
-            auto same = [&](const auto& kind) {
-                using Kind = std::decay_t<decltype(kind)>;
-                Rounded<Kind> rounded(kind, x.data(), ROWS, LENGTH);
-                require(digest_of(rounded.times(kind, matrix, 0, COLUMNS)) ==
-                            digest_of(rounded.times(kind, in_memory, 0, COLUMNS)),
-                        "tiles, block " + std::to_string(block));
-            };
-            same(Planes{false}), same(Plain<bfloat>{true});
-        });
 }
 
 // In a model whose other matrices are packed, a plain matrix has the products that it has elsewhere.
@@ -680,7 +622,7 @@ void random_tiles() {
 void by_tiles() {
     if (!tiles_allowed()) return;
     mixed_products<bfloat>(Packed<16, bfloat>{true}), mixed_products<bfloat>(Packed<8, bfloat>{true});
-    mixed_products<float>(Planes{true}), random_tiles(), tile_products(), mapped_tile_products(), planes_of_weights(), planes_of_rows(), largest_sums();
+    mixed_products<float>(Planes{true}), random_tiles(), tile_products(), planes_of_weights(), planes_of_rows(), largest_sums();
 }
 
 #else
@@ -1117,7 +1059,7 @@ int main() {
 #if !defined(FORWARDS_ALONE)
     conversions<bfloat>(), conversions<half>(), conversions<short_scale>(), whole_numbers(), functions();
     plain_products<float>(), plain_products<bfloat>(), products_in_parts();
-    packed_products<8>(), packed_products<16>(), mapped_products<8>(), mapped_products<16>();
+    packed_products<8>(), packed_products<16>();
     by_tiles(), all_groups();
     if (TILES) attention_by_tiles<float>(1e-5), attention_by_tiles<bfloat>(3e-6);
 #endif
