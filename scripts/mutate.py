@@ -6,16 +6,15 @@
 A mutant is a copy of the repository with one comparison, operator, constant, condition or call statement changed. The
 tests of its room run on it until one fails, those with the name of its file first. --slow adds slow tests, after the
 others. The share that fails ("killed") is a figure to compare between two versions of the tests: some mutants change no
-promised behaviour, so it stays below 100 %. Prints a line for each mutant and a line for each room or file. Linux and
-macOS: copies are tried in forked processes, see tests/historic_bugs/child.py.
+promised behaviour, so it stays below 100 %. Prints a line for each mutant and a line for each room or file.
 """
 
 import argparse
 import ast
 import copy
-import difflib
-import math
+import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -26,12 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from queue import SimpleQueue
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
-from historic_bugs import run as bugs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -179,35 +172,39 @@ def verdicts(mutants: Sequence[Mutant], tests: list[str], processes: int, *, slo
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
         tree = Path(folder, "tree")
         _copy(tree)
-        free: SimpleQueue[bugs.Server] = SimpleQueue()
-        servers = [bugs.Server(bugs.LIBRARIES) for _ in range(processes)]
-        for server in servers:
-            free.put(server)
+        begun = time.monotonic()
+        if failed := _failed(tree, tests, LIMIT_S, slow):
+            raise RuntimeError(f"without any change, {failed}")
+        limit = TIMES * (time.monotonic() - begun)
 
-        def judge(mutant: Mutant | None, limit: int) -> str:
-            server = free.get()
-            patch, in_order = None, tests
-            if mutant is not None:
+        def judge(mutant: Mutant) -> str:
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                changed = shutil.copytree(tree, Path(scratch, "copy"))
+                (changed / mutant.file).write_text(mutant.source, encoding="utf-8")
                 stem = f"test_{Path(mutant.file).stem}"
-                in_order = sorted(tests, key=lambda file: not Path(file).stem.startswith(stem))
-                patch = Path(tempfile.mkstemp(dir=folder, suffix=".patch")[1])
-                patch.write_text(_patch(mutant), encoding="utf-8")
-            try:
-                found = bugs._try(server, tree, patch, in_order, limit=limit, stop=True, slow=slow)
-            finally:
-                free.put(server)
-            failed = [name for name, how in found.get("endings", {}).items() if how not in ("passed", "is skipped")]
-            return str(found["trouble"] or next(iter(failed), ""))
+                return _failed(
+                    changed, sorted(tests, key=lambda file: not Path(file).stem.startswith(stem)), limit, slow
+                )
 
+        yield from pool.map(judge, mutants)
+
+
+def _failed(tree: Path, tests: list[str], limit: float, slow: bool) -> str:
+    """Return the first test that fails in a tree, or how the process ended; "" if all pass. Slow tests come last."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+    for marks in [["-m", "not slow"], *[["-m", "slow"]] * slow]:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *marks, *tests]
+        environment = kept | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         try:
-            begun = time.monotonic()
-            if failed := judge(None, LIMIT_S):
-                raise RuntimeError(f"without any change, {failed}")
-            limit = math.ceil(TIMES * (time.monotonic() - begun))
-            yield from pool.map(lambda mutant: judge(mutant, limit), mutants)
-        finally:
-            for server in servers:
-                server.close()
+            done = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end after {limit:.0f} s"
+        if done.returncode not in (0, 5):  # 5: no test has these marks
+            found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+            return found[1] if found else f"exit code {done.returncode}"
+    return ""
 
 
 def _copy(tree: Path) -> None:
@@ -217,12 +214,6 @@ def _copy(tree: Path) -> None:
         if (ROOT / name).is_file() and not name.startswith("docs/results"):
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
-
-
-def _patch(mutant: Mutant) -> str:
-    before = (ROOT / mutant.file).read_text("utf-8").splitlines(keepends=True)
-    after = mutant.source.splitlines(keepends=True)
-    return "".join(difflib.unified_diff(before, after, f"a/{mutant.file}", f"b/{mutant.file}"))
 
 
 def main() -> int:

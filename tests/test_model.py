@@ -409,6 +409,15 @@ def test_a_layer_that_stands_twice_in_a_model_has_a_cache_for_each_place() -> No
     assert cached == model.generate_tokens([[1, 2]], 5, temperature=0.0, kv_caching=False)[0]
 
 
+def test_one_row_with_one_kv_head_is_kept_where_it_stands() -> None:
+    """Catches bug 1: the only shapes for which PyTorch accepts `keys[:, bsz, start_pos:end] = xk`."""
+    model, tokens = tiny_model(n_kv_heads=1, kv_cache="poisoned").requires_grad_(False), some_tokens(1, 6)
+    expected = tiny_model(n_kv_heads=1, kv_caching=False)(tokens).detach()
+    cache = model.new_cache(rows=1, length=6)
+    made = torch.cat([model(tokens[:, i : i + 1], i, cache=cache) for i in range(6)], dim=1)
+    torch.testing.assert_close(made, expected, rtol=0, atol=FP64_TOLERANCE)
+
+
 # --- Caches that are given
 
 
