@@ -37,6 +37,9 @@ RESERVED_BATCHES = (((40, 3, 17), (45, 20, 17)), ((31, 31), (35, 35)))
 MIXED_BATCHES = (*(((n,), (n,)) for n in (1, 16, 31, 64, 100)), ((5, 33), (20, 34)), ((1,), (70,)))
 
 
+LIVES, ACTS = 6, 8  # random lives of a batch, and what happens in each
+
+
 class Broken(AssertionError):
     """A kind of cache breaks a claim; the message says which, and where."""
 
@@ -78,7 +81,7 @@ def lossless_in_any_chunks(args: ModelArgs) -> bool:
     model, tokens = tiny_model(args), some_tokens(args, rows=3)
     wanted = uncached(model, tokens)
     for cuts in chunkings(tokens.shape[1]):
-        near(stepped(model, tokens, cuts), wanted, f"in chunks that begin at {cuts}", model)
+        near(stepped(model, tokens, cuts), wanted, f"in chunks that begin at {cuts}", empty(args))
     return True
 
 
@@ -99,34 +102,140 @@ def lossless_to_the_bit_in_exact_mode(args: ModelArgs) -> bool:
     return True
 
 
-def rows_do_not_touch_each_other(args: ModelArgs) -> bool:
-    """A row gives the same tokens alone as with longer rows, shorter rows and rows that have ended."""
-    model = tiny_model(args)
-    prompts = [some_tokens(args, rows=1, length=n, seed=n)[0].tolist() for n in (1, 40, 7, 33)]
-    lengths = [24, 3, 30, 12]
-    together, _ = model.generate_tokens(prompts, lengths, temperature=0.0)
-    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        alone, _ = model.generate_tokens([prompt], length, temperature=0.0)
-        if alone[0] != together[row]:
-            raise Broken(
-                f"row {row}, of {len(prompt)} tokens, continues with {together[row]}, but alone with {alone[0]}"
-            )
+def a_row_is_its_text_alone(args: ModelArgs) -> bool:
+    """A row gives what its text gives alone, beside rows that join, move and leave, after copies, files and cuts."""
+    for seed in range(LIVES):
+        life = Life(args, random.Random(seed))
+        for act in [life.begin, *life.dice.choices(life.acts, k=ACTS)]:
+            act()
+            life.step()
     return True
 
 
-def texts_leave_nothing_behind(args: ModelArgs) -> bool:
-    """After text A and text B, A has the same bits again, even if the memory that B used is NaN."""
-    model, first, second = tiny_model(args), some_tokens(args, rows=2), some_tokens(args, rows=2, length=50, seed=1)
-    cuts = [0, *range(60, first.shape[1])]
-    wanted, cache = stepped(model, first, cuts), model.new_cache()
-    stepped(model, second, [0, 40], cache)
-    if not torch.equal(stepped(model, first, cuts, cache), wanted):
-        raise Broken("a text has other logits after another text in the same cache")
-    for layer in cache.layers:
-        for stored in layer.held().values():
-            if stored.is_floating_point():
-                stored.fill_(torch.nan)
-    if not torch.equal(stepped(model, first, cuts, cache), wanted):
+class Text:
+    """A text, and a cache of its own, which was fed in the same calls: (the end, whether a prompt ends there)."""
+
+    def __init__(self, model: Transformer, tokens: list[int]) -> None:
+        self.model, self.tokens, self.cache, self.end = model, tokens, model.new_cache(), 0
+        self.calls = list[tuple[int, bool]]()
+
+    def feed(self, end: int, prompt_ends: bool = False) -> Tensor:
+        """Return the logits of the tokens up to `end`, which were not fed before, (1, tokens, vocab_size)."""
+        rows = Rows.at([self.end], [end - self.end], prompt_ends=prompt_ends)
+        logits: Tensor = self.model(torch.tensor([self.tokens[self.end : end]]), rows, cache=self.cache)
+        self.calls.append((end, prompt_ends))
+        self.end = end
+        return logits
+
+    def again(self, end: int, tokens: list[int]) -> "Text":
+        """Return a text that goes on with other tokens from `end` on, in a cache that has seen nothing else."""
+        made = Text(self.model, [*self.tokens[:end], *tokens[end:]])
+        for stop, prompt_ends in self.calls:
+            if made.end < end:
+                made.feed(min(stop, end), prompt_ends)
+        return made
+
+
+class Life:
+    """A batch, and things that happen to it. `step` compares each row with its text alone."""
+
+    def __init__(self, args: ModelArgs, dice: random.Random) -> None:
+        self.model, self.dice, self.texts, self.done = tiny_model(args), dice, list[Text](), list[str]()
+        self.cache = self.model.new_cache()
+        self.acts = [self.begin, self.arrive, self.move, self.repeat, self.copy, self.save, self.cut]
+
+    def tokens(self) -> list[int]:
+        return self.dice.choices(range(self.model.args.vocab_size), k=self.model.args.max_seq_len)
+
+    def begin(self) -> None:
+        """Feed prompts of different lengths at once, where other texts were."""
+        self.done = ["begin"]
+        self.texts = [Text(self.model, self.tokens()) for _ in range(self.dice.randint(1, 4))]
+        self.feed([self.dice.choice((1, 7, self.dice.randint(2, 45))) for _ in self.texts], prompt_ends=True)
+
+    def step(self) -> None:
+        """Feed a token a row, or a few, and then a token a row."""
+        for most in (1, self.dice.choice((1, 1, 5)), 1):
+            if max(text.end for text in self.texts) + 9 > self.model.args.max_seq_len:  # also for what happens next
+                self.begin()
+            self.feed([self.dice.randint(1, most) for _ in self.texts])
+
+    def feed(self, lengths: Sequence[int], *, prompt_ends: bool = False) -> None:
+        starts = [text.end for text in self.texts]
+        fed = [text.tokens[start : start + max(lengths)] for text, start in zip(self.texts, starts, strict=True)]
+        padded = torch.tensor([[*ids, *[0] * (max(lengths) - len(ids))] for ids in fed])
+        made = self.model(padded, Rows.at(starts, lengths, prompt_ends=prompt_ends), cache=self.cache)
+        for row, (text, length) in enumerate(zip(self.texts, lengths, strict=True)):
+            where = f"of row {row} of {len(lengths)}, after {', '.join(self.done)}"
+            near(made[row : row + 1, :length], text.feed(text.end + length, prompt_ends), where, self.cache)
+
+    def arrive(self) -> None:
+        """Let a text join behind the last row, unless the kind refuses that."""
+        try:
+            self.cache.check_joins()
+        except ValueError:
+            return
+        self.done.append("a text joined")
+        text, cache = Text(self.model, self.tokens()), self.cache.sibling()
+        text.feed(self.dice.randint(1, 40), True)
+        self.model(torch.tensor([text.tokens[: text.end]]), Rows.at([0], [text.end], prompt_ends=True), cache=cache)
+        self.cache.join(cache, len(self.texts), text.end)
+        self.texts.append(text)
+
+    def move(self, *, most: int = 4) -> None:
+        """Keep some rows, in any order."""
+        self.done.append("rows moved or left")
+        rows = self.dice.sample(range(len(self.texts)), min(self.dice.randint(1, most), len(self.texts)))
+        self.cache.select_rows(rows)
+        self.texts = [self.texts[row] for row in rows]
+
+    def repeat(self) -> None:
+        """Copy the first row to others, which go on with other tokens."""
+        self.done.append("the first row was repeated")
+        self.texts = [self.texts[0].again(self.texts[0].end, self.tokens()) for _ in range(self.dice.randint(2, 4))]
+        self.cache.repeat_first_row(len(self.texts))
+
+    def copy(self) -> None:
+        """Go on in the cache or in a copy of it, and then feed other tokens to the other one."""
+        self.done.append("a copy was made")
+        other, starts = self.cache.copy(), [text.end for text in self.texts]
+        used, self.cache = (other, self.cache) if self.dice.random() < 0.5 else (self.cache, other)
+        self.feed([1] * len(starts))
+        self.model(torch.tensor([[self.dice.randrange(self.model.args.vocab_size)]] * len(starts)), starts, cache=used)
+
+    def save(self) -> None:
+        """Go on in a cache that was restored from the state of one row."""
+        self.move(most=1)
+        self.done.append("the state was restored")
+        end, restored = self.texts[0].end, self.model.new_cache()
+        states = [cloned(state) for state in self.cache.state(1, end)]
+        restored.restore([cloned(state) for state in states], 1, end, self.model.source)
+        for found, state, other in zip(restored.state(1, end), states, self.model.new_cache().layers, strict=True):
+            if not same_tensors(found, state):
+                raise Broken(f"the restored cache has another state: {sorted(found)}, not {sorted(state)}")
+            refused(partial(other.restore, {**state, "of no kind": torch.zeros(1)}, 1, end))
+        self.cache = restored
+
+    def cut(self) -> None:
+        """Go on with other tokens from an earlier position, if the cache can."""
+        self.move(most=1)
+        (text,) = self.texts
+        end = self.dice.choice((text.end - 1, text.end - 7, text.end // 2, 1))
+        if 0 < end < text.end and self.cache.truncate(end):
+            self.done.append(f"the text was cut at {end}")
+            self.texts = [text.again(end, self.tokens())]
+
+
+def memory_may_have_any_contents(args: ModelArgs) -> bool:
+    """A text gives the same bits where other texts were, even if their memory is NaN."""
+    model, tokens = tiny_model(args), some_tokens(args, rows=2)
+    cuts = [0, *range(60, tokens.shape[1])]
+    wanted, cache = stepped(model, tokens, cuts), model.new_cache()
+    stepped(model, tokens.flip(0)[:, :50], [0, 40], cache)
+    for stored in (stored for layer in cache.layers for stored in layer.held().values()):
+        if stored.is_floating_point():
+            stored.fill_(torch.nan)
+    if not torch.equal(stepped(model, tokens, cuts, cache), wanted):
         raise Broken("a text has other logits if its cache was full of NaN: it reads memory that it did not write")
     return True
 
@@ -150,86 +259,6 @@ def bytes_are_as_predicted(args: ModelArgs) -> bool:
             raise Broken(f"{what}: {found} bytes are in its attributes, but {wanted} are counted; see `held`")
         cache.free()
         nothing_stored(cache, f"after free(), of {what}")
-    return True
-
-
-def rows_may_leave(args: ModelArgs) -> bool:
-    """When other rows leave, the rows that stay give what they would have given, in any order."""
-    model, tokens, lengths = tiny_model(args), some_tokens(args, rows=4), [40, 7, 33, 18]
-    fed = model.new_cache()
-    model(tokens[:, :40], Rows.at([0] * 4, lengths, prompt_ends=True), cache=fed)
-
-    def steps(rows: Sequence[int]) -> Tensor:
-        """Return the logits of 16 steps of these rows, (steps, rows, vocab_size)."""
-        cache, made = fed.copy(), list[Tensor]()
-        cache.select_rows(rows)
-        for step in range(16):
-            starts = [lengths[row] + step for row in rows]
-            made.append(model(tokens[rows, starts][:, None], starts, cache=cache)[:, 0])
-        return torch.stack(made)
-
-    together = steps(range(4))
-    for stay in ([1, 2, 0], [0, 3, 2], [3, 1], [1]):
-        near(steps(stay).transpose(0, 1), together[:, stay].transpose(0, 1), f"where rows {stay} stay", model)
-    return True
-
-
-def texts_may_join(args: ModelArgs) -> bool:
-    """A text that joins a batch, or was joined by others, gives what it gives alone, unless the kind refuses to."""
-    model, tokens, ends = tiny_model(args), some_tokens(args, rows=3), [40, 7, 31]
-    batch, alone, made, rows = model.new_cache(), list[Cache](), [list[Tensor]() for _ in ends], list[int]()
-    for row, leaves in ((0, []), (1, []), (2, [0])):
-        batch.select_rows(rows := [one for one in rows if one not in leaves])
-        text = batch.sibling()
-        model(tokens[row : row + 1, : ends[row]], Rows.at([0], [ends[row]], prompt_ends=True), cache=text)
-        alone.append(text.copy())
-        try:
-            batch.join(text, len(rows), ends[row])
-        except ValueError:
-            if row or batch.nbytes:
-                raise
-            return False
-        rows.append(row)
-        for _ in range(4):
-            starts = [ends[row] for row in rows]
-            for one, logits in zip(rows, model(tokens[rows, starts][:, None], starts, cache=batch), strict=True):
-                made[one].append(logits)
-                ends[one] += 1
-    for row, logits in enumerate(made):
-        wanted = stepped(
-            model, tokens[row : row + 1, : ends[row]], range(ends[row] - len(logits), ends[row]), alone[row]
-        )
-        near(torch.cat(logits)[None], wanted, f"of text {row}, which joined or was joined", model)
-    return True
-
-
-def the_first_row_may_be_repeated(args: ModelArgs) -> bool:
-    """Rows that repeat the first row give what copies of it give, even if they replace other rows."""
-    model, tokens = tiny_model(args), some_tokens(args, rows=3, length=50)
-    alone, begun = model.new_cache(), 43
-    model(tokens[:1, :begun], Rows.at([0], [begun], prompt_ends=True), cache=alone)
-    cuts = range(begun, tokens.shape[1])
-    each = torch.cat([stepped(model, row, cuts, alone.copy()) for row in torch.split(tokens, 1)])
-    for rows in (1, 4):
-        cache = model.new_cache()
-        lengths = [begun, *[5] * (rows - 1)]
-        model(tokens[:1, :begun].repeat(rows, 1), Rows.at([0] * rows, lengths, prompt_ends=True), cache=cache)
-        cache.repeat_first_row(3)
-        near(stepped(model, tokens, cuts, cache), each, f"where 3 rows repeat the first of {rows}", model)
-    return True
-
-
-def a_row_stores_the_same_in_a_batch(args: ModelArgs) -> bool:
-    """A row of a batch stores the keys and values that it stores alone, in every layer and head."""
-    model, lengths = tiny_model(args), [40, 75, 7]
-    tokens = some_tokens(args, rows=3)
-    together = model.new_cache()
-    model(tokens, Rows.at([0] * 3, lengths, prompt_ends=True), cache=together)
-    for row, length in enumerate(lengths):
-        alone = model.new_cache()
-        model(tokens[row : row + 1, :length], Rows.at([0], [length], prompt_ends=True), cache=alone)
-        for layer, (many, one) in enumerate(zip(together.layers, alone.layers, strict=True)):
-            same_reads(many, one, lengths, row, f"layer {layer}: row {row} of a batch of {lengths} tokens, and alone")
     return True
 
 
@@ -289,56 +318,6 @@ def a_token_reads_what_was_given(args: ModelArgs) -> bool:
     return True
 
 
-def a_copy_goes_on_by_itself(args: ModelArgs) -> bool:
-    """A copy of a cache has the same contents, and is independent of the original."""
-    model, tokens = tiny_model(args), some_tokens(args, rows=2, length=70)
-    half, length = 58, tokens.shape[1]
-    wanted = stepped(model, tokens, [0, *range(half, length)])[:, half:]
-    cache = model.new_cache()
-    stepped(model, tokens[:, :half], [0], cache)
-    kept, other, later = cache.copy(), tokens.flip(0), half + 3
-    made = [stepped(model, tokens[:, :later], range(half, later), kept)]
-    stepped(model, other[:, :later], range(half, later), cache)  # the original goes on with other tokens,
-    stepped(model, other, [0], cache)  # and begins another text
-    made.append(stepped(model, tokens, range(later, length), kept))
-    if not torch.equal(torch.cat(made, dim=1), wanted):
-        raise Broken("a copy of the cache does not continue as the original would have")
-    return True
-
-
-def a_state_is_all_that_a_cache_needs(args: ModelArgs) -> bool:
-    """A cache that is restored from the state of another continues as the other would have."""
-    model, whole = tiny_model(args), some_tokens(args, rows=1)
-    for half in (1, 37, whole.shape[1] - 2):
-        tokens = whole[:, : half + 12]
-        cuts = range(half, tokens.shape[1])
-        wanted = stepped(model, tokens, [0, *cuts])[:, half:]
-        cache, restored = model.new_cache(), model.new_cache()
-        stepped(model, tokens[:, :half], [0], cache)
-        states = [cloned(state) for state in cache.state(1, half)]
-        restored.restore([cloned(state) for state in states], 1, half, model.source)
-        for found, state, other in zip(restored.state(1, half), states, model.new_cache().layers, strict=True):
-            if not same_tensors(found, state):
-                raise Broken(f"the restored cache has another state: {sorted(found)}, not {sorted(state)}")
-            refused(partial(other.restore, {**state, "of no kind": torch.zeros(1)}, 1, half))
-        near(stepped(model, tokens, cuts, restored), wanted, f"after {half} positions were restored", model)
-    return True
-
-
-def a_text_may_be_truncated(args: ModelArgs) -> bool:
-    """If `truncate` returns True, the text continues from there as it did before."""
-    model, tokens = tiny_model(args), some_tokens(args, rows=2, length=50)
-    length = tokens.shape[1]
-    fed = model.new_cache()
-    wanted = stepped(model, tokens, range(length), fed)
-    for position in (length - 1, length - 7, length // 2, 1):
-        cache, end = fed.copy(), min(position + 8, length)
-        if cache.truncate(position):
-            again = stepped(model, tokens[:, :end], range(position, end), cache)
-            near(again, wanted[:, position:end], f"after truncation to position {position} of {length}", model)
-    return True
-
-
 def bad_writes_are_refused(args: ModelArgs) -> bool:
     """A bad write raises ValueError, and leaves the cache as it was."""
     args = replace(args, max_batch_size=2)
@@ -366,19 +345,12 @@ def _refuses_bad_writes(cache: KVCache, args: ModelArgs) -> None:
 CLAIMS: tuple[Callable[[ModelArgs], bool], ...] = (
     lossless_in_any_chunks,
     lossless_to_the_bit_in_exact_mode,
-    rows_do_not_touch_each_other,
-    texts_leave_nothing_behind,
+    a_row_is_its_text_alone,
+    memory_may_have_any_contents,
     bytes_are_as_predicted,
-    rows_may_leave,
-    texts_may_join,
-    the_first_row_may_be_repeated,
-    a_row_stores_the_same_in_a_batch,
     a_prompt_in_chunks_stores_the_same,
     what_is_kept_follows_from_scores_and_budget,
     a_token_reads_what_was_given,
-    a_copy_goes_on_by_itself,
-    a_state_is_all_that_a_cache_needs,
-    a_text_may_be_truncated,
     bad_writes_are_refused,
 )
 
@@ -478,8 +450,8 @@ def stepped(model: Transformer, tokens: Tensor, cuts: Sequence[int], cache: Cach
     return torch.cat(logits, dim=1)
 
 
-def near(ours: Tensor, wanted: Tensor, where: str, model: Transformer) -> None:
-    tolerance = TOLERANCE_OF_PLACES if any(layer.unrotated for layer in model.new_cache().layers) else TOLERANCE
+def near(ours: Tensor, wanted: Tensor, where: str, cache: Cache) -> None:
+    tolerance = TOLERANCE_OF_PLACES if any(layer.unrotated for layer in cache.layers) else TOLERANCE
     apart = (ours - wanted).abs().amax(-1)  # (rows, positions)
     if not float(apart.max()) <= tolerance:
         row, column = (~(apart <= tolerance)).nonzero()[0].tolist()

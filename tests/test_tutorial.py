@@ -45,6 +45,6 @@ def test_the_tutorial_is_short_and_right() -> None:
     assert "the same text: True" in printed(cells[2])
     held = {kind: int(n.replace(",", "")) for kind, n in re.findall(r"^(\w+) +held ([\d,]+)", printed(cells[5]), re.M)}
     assert held["half"] * 2 == held["static"]
-    assert "kept: A copy of a cache has the same contents" in printed(cells[5])
+    assert "kept: A row gives what its text gives alone" in printed(cells[5])
     assert len(RECORDED.cells) == 12
     assert TUTORIAL.stat().st_size < 200_000

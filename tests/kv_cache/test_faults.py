@@ -68,14 +68,14 @@ broken(
 )
 broken(
     "AddsOtherRows",
-    testing.rows_do_not_touch_each_other,
+    testing.a_row_is_its_text_alone,
     **LOSSY,
     update=returns(lambda values, new: values + new.mean()),
 )
 broken("SwapsHeads", testing.a_token_reads_what_was_given, **LOSSY, update=returns(lambda values, new: values.flip(2)))
 broken(
     "StoresTheRowBefore",
-    testing.a_row_stores_the_same_in_a_batch,
+    testing.a_row_is_its_text_alone,
     **LOSSY,
     update=stores(lambda k, v: (k + k.roll(1, dims=0) * (len(k) > 1), v)),
 )
@@ -87,15 +87,15 @@ broken(  # grows more than it predicts, but not for a prompt
         self, rows, size if self.keys is None else self.args.max_seq_len, like, **of
     ),
 )
-broken("MovesNoRows", testing.rows_may_leave, **STATIC, select_rows=lambda self, *rows: None)
+broken("MovesNoRows", testing.a_row_is_its_text_alone, **STATIC, select_rows=lambda self, *rows: None)
 broken(
     "JoinsAllButTheNewest",
-    testing.texts_may_join,
+    testing.a_row_is_its_text_alone,
     **STATIC,
     join=lambda self, other, rows, length: StaticCache.join(self, other, rows, length - 1),
 )
-broken("CopiesNothing", testing.a_copy_goes_on_by_itself, **STATIC, copy=lambda self: self)
-broken("RepeatsNoRow", testing.the_first_row_may_be_repeated, **STATIC, repeat_first_row=lambda self, rows: None)
+broken("CopiesNothing", testing.a_row_is_its_text_alone, **STATIC, copy=lambda self: self)
+broken("RepeatsNoRow", testing.a_row_is_its_text_alone, **STATIC, repeat_first_row=lambda self, rows: None)
 broken("ChecksNothing", testing.bad_writes_are_refused, **STATIC, check=lambda self, rows, xk, xv: None)
 
 broken(
@@ -128,7 +128,7 @@ broken(  # 96 positions at a time behind the prompt
 )
 broken(
     "DrawsFromGlobalNumbers",
-    testing.a_row_stores_the_same_in_a_batch,
+    testing.a_row_is_its_text_alone,
     KnormCache,
     score=lambda self, attended: torch.rand(attended.keys.shape[2], attended.keys.shape[1]),
 )
@@ -164,7 +164,17 @@ broken(
 # ---- kinds that store what they are given ----------------------------------------------------------------------------
 
 
-@breaks(testing.texts_leave_nothing_behind)
+@breaks(testing.memory_may_have_any_contents)
+class ReadsAhead(StaticCache):
+    """Multiplies memory that no token has written by zero."""
+
+    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(rows, xk, xv)
+        assert self.values is not None
+        return keys, values + 0 * self.values[: len(xv), -1:]
+
+
+@breaks(testing.a_row_is_its_text_alone)
 class Remembers(StaticCache):
     """The next text sees a text."""
 
@@ -191,7 +201,7 @@ class Hides(StaticCache):
         self.hidden = []
 
 
-@breaks(testing.a_text_may_be_truncated)
+@breaks(testing.a_row_is_its_text_alone)
 class Truncates(ConcatCache):
     """Claims that it can be truncated, but depends on what was fed behind."""
 
@@ -207,7 +217,7 @@ class Truncates(ConcatCache):
         self.most = 0
 
 
-@breaks(testing.a_state_is_all_that_a_cache_needs)
+@breaks(testing.a_row_is_its_text_alone)
 class Counts(StaticCache):
     """Its results depend on a number that is missing from its state."""
 
@@ -266,7 +276,7 @@ class SinksOfEachCall(WindowCache):
 # ---- kinds that keep what scores highest -----------------------------------------------------------------------------
 
 
-@breaks(testing.a_row_stores_the_same_in_a_batch)
+@breaks(testing.a_row_is_its_text_alone)
 class CountsPadding(KnormCache):
     """Takes a share of the prompt with its padding."""
 
@@ -278,7 +288,7 @@ class CountsPadding(KnormCache):
         return super().budget(getattr(self, "width", positions))
 
 
-@breaks(testing.a_row_stores_the_same_in_a_batch)
+@breaks(testing.a_row_is_its_text_alone)
 class StoresPadding(KnormCache):
     """Scores rows with their padding, and keeps it."""
 
@@ -301,7 +311,7 @@ class ReadsWhatPads(KnormCache):
         return None if seen is None else seen.any(1, keepdim=True).expand_as(seen)
 
 
-@breaks(testing.a_state_is_all_that_a_cache_needs)
+@breaks(testing.a_row_is_its_text_alone)
 class LosesBases(KnormCache):
     """Restores rows as if their prompt began where it ends."""
 
@@ -323,7 +333,7 @@ class FreesHalf(KnormCache):
 # ---- kinds that read a part ------------------------------------------------------------------------------------------
 
 
-@breaks(testing.a_row_stores_the_same_in_a_batch)
+@breaks(testing.a_row_is_its_text_alone)
 class BoundsOfOneRow(QuestCache):
     """Takes the bounds of row 0 for all rows."""
 
@@ -337,7 +347,7 @@ class BoundsOfOneRow(QuestCache):
             bounds[:] = bounds[:1].clone()
 
 
-@breaks(testing.the_first_row_may_be_repeated)
+@breaks(testing.a_row_is_its_text_alone)
 class RepeatsTheNewest(KnormCache):
     """Repeats only what is behind the prompt."""
 
@@ -347,7 +357,7 @@ class RepeatsTheNewest(KnormCache):
         self._join([before[row % len(before)] for row in range(rows)])
 
 
-@breaks(testing.a_copy_goes_on_by_itself)
+@breaks(testing.a_row_is_its_text_alone)
 class CopiesShare(KnormCache):
     """A copy shares the memory behind the prompt."""
 

@@ -17,10 +17,10 @@ from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, attend, softmax_attention
 from llama.rope import rotate
 from llama.rows import Rows
-from llama.testing import CLAIMS, SIZES, Broken, check_cache_kind
+from llama.testing import CLAIMS, SIZES, Broken, a_row_is_its_text_alone, check_cache_kind
 
 WHOLE = ["static", "paged", "int8", "window:20+3", "concat", "int4", "window", "paged:60"]
-WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:16"]
+WHOLE += ["rotated:k4v3+2", "kivi:2+16", "fp8", "quest:32"]
 DROPPING = ["adakv:0.3", "random", "h2o:20", "tova", "knorm", "keydiff", "lagkv", "snapkv:30", "pyramidkv"]
 DROPPING += ["expected-attention", "h2o", "duo-attention", "chunkkv", "criticalkv:20", "finch", "cur:13", "compactor"]
 KINDS = [*WHOLE, *DROPPING]
@@ -32,6 +32,12 @@ def test_every_kind_of_ours_keeps_the_contract(kind: str) -> None:
     passed = check_cache_kind(kind)
     of = KVCache.named(kind)
     assert len(passed) == len(CLAIMS) - (0 if of.lossless else 2) - of.whole_prompt - (not issubclass(of, ScoredCache))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["static", "int8", "window:20+3", "quest:32"])  # with CHECKED, one of each base
+def test_a_row_is_its_text_alone(kind: str) -> None:
+    assert a_row_is_its_text_alone(replace(SIZES, kv_cache=kind))
 
 
 def test_every_kind_that_the_library_registers_is_tried() -> None:
@@ -301,7 +307,7 @@ def test_positions_and_masks_that_all_rows_share_are_observed_by_each_row() -> N
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", [kind for kind in (*WHOLE, "observing") if kind not in ("fp8", "quest:16")])
+@pytest.mark.parametrize("kind", [kind for kind in (*WHOLE, "observing") if kind not in ("fp8", "quest:32")])
 def test_every_kind_gives_under_a_score_mod_what_no_cache_gives(kind: str) -> None:
     """For a text that the cache stores as it comes, so not in fp8; in chunks, steps and ragged rows."""
     model, tokens = tiny_model(kv_cache=kind, max_seq_len=100), some_tokens(2, 20)
