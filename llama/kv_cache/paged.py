@@ -5,7 +5,6 @@ Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from threading import Lock
 from typing import Any, Self
 from weakref import WeakSet
@@ -25,57 +24,34 @@ BLOCK = 16  # positions
 class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
-    shares: the number of rows, of all caches, that use each block.
-    spare: the blocks that no row uses; the last one is taken next.
-    stale: whether a deleted cache is still counted: Python may delete a cache in any thread, even in one with the lock.
-    changing: whether a change is under way, or did not end.
+    Nothing is counted: a block is free if no table of a cache has it. So whatever stops a change, or deletes a cache,
+    leaves nothing to mend.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
-        self.shares: list[int] = []
-        self.spare: list[int] = []
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
-        self.stale = self.changing = False
         self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
     def users(self) -> list["PagedCache"]:
         """Return the caches that use the pool; a cache that was freed has another one."""
         return [cache for cache in self.caches if cache.pool is self]
 
-    def give_back(self, table: list[int]) -> None:
-        """Return a row's blocks to the pool. The caller has the lock."""
-        for block in table:
-            self.shares[block] -= 1
-            if not self.shares[block]:
-                self.spare.append(block)
-
-    def begin_change(self) -> None:
-        """Set `changing`; before that, mend the pool if it must be. The caller has the lock, and resets `changing`."""
-        if self.stale or self.changing:
-            self.stale, self.changing = False, True
-            self.count()
-        self.changing = True
-
-    def count(self) -> None:
-        """Give all caches the largest memory, a copy of the others, and count the shares by their tables."""
-        caches = self.users()
-        largest = max(caches, key=lambda cache: 0 if cache.keys is None else len(cache.keys))
-        for cache in caches:
-            cache.keys, cache.values = largest.keys, largest.values
-        used = Counter(block for cache in caches for table in cache.tables for block in table)
-        self.shares = [used[block] for block in range(0 if largest.keys is None else len(largest.keys))]
-        self.spare = [block for block in reversed(range(len(self.shares))) if not self.shares[block]]
+    def used(self) -> Counter[int]:
+        """Return the number of rows that use each block, of all caches. The caller has the lock."""
+        return Counter(block for cache in self.users() for table in cache.tables for block in table)
 
 
 class PagedCache(KVCache, kind="paged"):
     """A table of blocks for each row: position p is in block table[p // BLOCK], slot p % BLOCK.
 
     keys and values are the pool, (blocks, BLOCK, n_kv_heads, head_dim). It grows by an eighth when no block is free, so
-    that it is seldom copied; `paged:BLOCKS` limits it. A block that several rows use is copied before one of them
-    writes into it. A step that needs a block takes those of 16 steps, for all rows. A row that leaves returns its
-    blocks. PyTorch's attention needs contiguous keys, so the plain path copies the blocks of every row at every step;
+    that it is seldom copied; `paged:BLOCKS` limits it. Rows may have their first blocks in common; a block that
+    several rows use is copied before one of them writes into it. A step that needs a block takes those of 16 steps, for
+    all rows. PyTorch's attention needs contiguous keys, so the plain path copies the blocks of every row at every step;
     native code reads them in place.
     A copy shares the pool and all blocks until one of the two writes.
+
+    shared: how many of each row's blocks other rows may have, too.
     """
 
     shares_memory = True
@@ -85,6 +61,7 @@ class PagedCache(KVCache, kind="paged"):
     def __init__(self, args: ModelArgs, layer: int = 0, rope: RopeTable | None = None) -> None:
         super().__init__(args, layer, rope)
         self.tables: list[list[int]] = []
+        self.shared: list[int] = []
         self.pool = Pool(self)
 
     def configure(self, params: str) -> None:
@@ -119,26 +96,17 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
-        with locked(self.pool.lock):
-            self.pool.stale = self.pool.stale or bool(self.tables)
-            vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], pool=Pool(self))
+        vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], shared=[], pool=Pool(self))
 
     def copy(self) -> Self:
         if type(self) is not PagedCache:  # a subclass may have other contents
             return super().copy()
         other = object.__new__(type(self))  # fast: no table of angles is made
         with locked(self.pool.lock):
-            self.pool.begin_change()
-            vars(other).update(vars(self), tables=[list(table) for table in self.tables])
-            for block in chain.from_iterable(other.tables):
-                self.pool.shares[block] += 1
+            self.shared = [*map(len, self.tables)]
+            vars(other).update(vars(self), tables=[[*table] for table in self.tables], shared=[*self.shared])
             self.pool.caches.add(other)
-            self.pool.changing = False
         return other
-
-    def __del__(self) -> None:
-        if "pool" in vars(self) and self.tables:  # __init__ may have failed
-            self.tables, self.pool.stale = [], True
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "pool"}
@@ -146,26 +114,18 @@ class PagedCache(KVCache, kind="paged"):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.pool = Pool(self)  # of its own
-        self.pool.count()
 
     def repeat_first_row(self, rows: int) -> None:
         """Share the blocks of row 0 with each of `rows` rows."""
-        with locked(self.pool.lock):
-            self.pool.begin_change()
-            for row in range(1, len(self.tables)):
-                self.pool.give_back(self.tables[row])
-            self.tables = [list(self.tables[0]) for _ in range(rows)]
-            for block in self.tables[0]:
-                self.pool.shares[block] += rows - 1
-            self.pool.changing = False
+        self._set([self.tables[0]] * rows, [len(self.tables[0])] * rows)
 
     def select_rows(self, rows: Sequence[int]) -> None:
+        self._set([self.tables[row] for row in rows], [self.shared[row] for row in rows])
+
+    def _set(self, tables: Sequence[list[int]], shared: Sequence[int]) -> None:
+        """Replace the tables at once. A block that no table has any more is free."""
         with locked(self.pool.lock):
-            self.pool.begin_change()
-            for row in set(range(len(self.tables))).difference(rows):
-                self.pool.give_back(self.tables[row])
-            self.tables = [self.tables[row] for row in rows]
-            self.pool.changing = False
+            vars(self).update(tables=[[*table] for table in tables], shared=[*shared])
 
     def sibling(self) -> Self:
         """Return an empty cache of the same pool. Its blocks may move the memory of all caches of the pool."""
@@ -177,13 +137,9 @@ class PagedCache(KVCache, kind="paged"):
 
     def row_copy(self, row: int, length: int) -> Self:
         """Return a cache of one row, which shares the blocks until one of the two writes into them."""
-        made = self.sibling()
-        with locked(self.pool.lock):
-            self.pool.begin_change()
-            made.tables = [self.tables[row][: -(-length // BLOCK)]]
-            for block in made.tables[0]:
-                self.pool.shares[block] += 1
-            self.pool.changing = False
+        made, blocks = self.sibling(), -(-length // BLOCK)
+        self.shared[row] = max(self.shared[row], blocks)
+        made._set([self.tables[row][:blocks]], [blocks])
         return made
 
     def check_join(self, other: Self, rows: int, length: int) -> None:
@@ -199,13 +155,8 @@ class PagedCache(KVCache, kind="paged"):
 
     def join(self, other: Self, rows: int, length: int) -> None:
         """Move the table of row 0 of `other`; no key or value is copied."""
-        with locked(self.pool.lock):
-            self.pool.begin_change()
-            for table in self.tables[rows:]:
-                self.pool.give_back(table)
-            self.tables[rows:] = other.tables[:1]
-            del other.tables[0]
-            self.pool.changing = False
+        self._set([*self.tables[:rows], other.tables[0]], [*self.shared[:rows], other.shared[0]])
+        other._set([], [])
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return keys and values in order of position, (rows, length, n_kv_heads, head_dim)."""
@@ -251,9 +202,7 @@ class PagedCache(KVCache, kind="paged"):
         super().prepare(rows, like)
         if not self._has_blocks(rows):
             full = any(start == len(table) * BLOCK for start, table in zip(rows.starts, self.tables, strict=False))
-            used = len(self.pool.shares) - len(self.pool.spare)
-            ahead = self._ahead(rows.starts, used) if full and rows.width == 1 else rows.lengths
-            self._take(rows.starts, ahead, like)
+            self._take(rows.starts, rows.lengths, like, ahead=full and rows.width == 1)
 
     def _ahead(self, starts: Sequence[int], used: int) -> list[int]:
         """Return for how many positions of each row a step takes blocks, if `used` blocks are in use.
@@ -266,13 +215,10 @@ class PagedCache(KVCache, kind="paged"):
 
     def _has_blocks(self, rows: Rows) -> bool:
         """Return True if every row has the blocks that a call writes, and shares none of them."""
-        if self.pool.stale or self.pool.changing or len(self.tables) < len(rows.starts):
-            return False
-        for table, start, length in zip(self.tables, rows.starts, rows.lengths, strict=False):
-            end = -(-(start + length) // BLOCK)
-            if end > len(table) or any(self.pool.shares[block] != 1 for block in table[start // BLOCK : end]):
-                return False
-        return True
+        each = zip(self.tables, self.shared, rows.starts, rows.lengths, strict=False)
+        return len(self.tables) >= len(rows.starts) and all(
+            start + length <= len(table) * BLOCK and shared <= start // BLOCK for table, shared, start, length in each
+        )
 
     def native_layout(self, like: Tensor) -> NativeLayout | None:
         assert self.keys is not None
@@ -280,51 +226,49 @@ class PagedCache(KVCache, kind="paged"):
         return NativeLayout(self.sizes(len(self.keys), BLOCK, like), max(map(len, table)), table)
 
     def steps_left(self, starts: Sequence[int]) -> int:
-        """Return the number of steps up to the first block that is not allocated, or that other rows use."""
-        ends = []
-        for table, start in zip(self.tables, starts, strict=False):
-            end = start // BLOCK + 1
-            follows = end < len(table) and self.pool.shares[table[end]] == 1
-            ends.append((end + follows) * BLOCK - start - 1)
-        return min(ends)
+        """Return the number of steps up to the first block that is not allocated."""
+        return min(len(table) * BLOCK - start - 1 for table, start in zip(self.tables, starts, strict=False))
 
-    def _take(self, starts: Sequence[int], real: Sequence[int], like: Tensor) -> None:
-        """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken."""
+    def _take(self, starts: Sequence[int], lengths: Sequence[int], like: Tensor, *, ahead: bool = False) -> None:
+        """Take blocks for the positions that each row writes, copying shared ones. If it raises, none was taken.
+
+        A row that writes into shared blocks drops those behind the call: no later call reads them.
+        """
         with locked(self.pool.lock):
-            self.pool.begin_change()
-            self.tables += [[] for _ in range(len(starts) - len(self.tables))]
+            used, missing = self.pool.used(), len(starts) - len(self.tables)
+            tables = [[*table] for table in self.tables] + [[] for _ in range(missing)]
+            shared = [*self.shared, *[0] * missing]
             needed: list[tuple[int, int]] = []  # (row, place in its table) of each block that has to be taken
-            left = list(self.pool.shares)  # shares, after the copies that are counted so far
-            for row, (start, count) in enumerate(zip(starts, real, strict=True)):
-                table, end = self.tables[row], -(-(start + count) // BLOCK)
-                for place in range(start // BLOCK, min(end, len(table))):
-                    if left[table[place]] > 1:
-                        left[table[place]] -= 1
+            lengths = self._ahead(starts, len(used)) if ahead else lengths
+            for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                table, first, end = tables[row], start // BLOCK, -(-(start + length) // BLOCK)
+                if shared[row] > end:
+                    used.subtract(table[end:])
+                    del table[end:]
+                for place in range(first, min(shared[row], end)):
+                    if used[table[place]] > 1:
+                        used[table[place]] -= 1
                         needed.append((row, place))
+                shared[row] = min(shared[row], first)
                 needed += [(row, place) for place in range(len(table), end)]
-            self._add_blocks(len(needed) - len(self.pool.spare), like)
+            free = self._free_blocks(used, len(needed), like)
+            assert self.keys is not None
+            assert self.values is not None
             for row, place in needed:
-                self._take_one(row, place)
-            self.pool.changing = False
+                table, block = tables[row], free.pop()
+                if place == len(table):
+                    table.append(block)
+                else:  # copied on the first write
+                    self.keys[block], self.values[block] = self.keys[table[place]], self.values[table[place]]
+                    table[place] = block
+            vars(self).update(tables=tables, shared=shared)
 
-    def _take_one(self, row: int, place: int) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        block, table = self.pool.spare.pop(), self.tables[row]
-        self.pool.shares[block] = 1
-        if place == len(table):
-            table.append(block)
-            return
-        shared = table[place]  # copied on the first write
-        self.keys[block], self.values[block] = self.keys[shared], self.values[shared]
-        self.pool.shares[shared] -= 1
-        table[place] = block
-
-    def _add_blocks(self, more: int, like: Tensor) -> None:
-        """Enlarge the pool by at least `more` blocks. Raises Refused past its limit."""
+    def _free_blocks(self, used: Counter[int], needed: int, like: Tensor) -> list[int]:
+        """Return the free blocks, the lowest last, at least `needed`. Raises Refused past the pool's limit."""
         held = 0 if self.keys is None else self.keys.shape[0]
-        if more <= 0:
-            return
+        free = [block for block in reversed(range(held)) if not used[block]]
+        if (more := needed - len(free)) <= 0:
+            return free
         if self.most_blocks is not None and held + more > self.most_blocks:
             raise Refused(
                 f"kv_cache={self.args.kv_cache!r}: {held + more} blocks of {BLOCK} positions are needed, and the pool "
@@ -334,8 +278,7 @@ class PagedCache(KVCache, kind="paged"):
         self._enlarge(self.sizes(size, BLOCK, like), like.device)
         for cache in self.pool.users():
             cache.keys, cache.values = self.keys, self.values
-        self.pool.shares += [0] * (size - held)
-        self.pool.spare[:0] = range(size - 1, held - 1, -1)
+        return [*range(size - 1, held - 1, -1), *free]
 
     def _enlarged(self, blocks: int, needed: int) -> int:
         """Return the new size of a pool of `blocks` when `needed` are needed."""

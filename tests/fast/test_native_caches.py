@@ -129,11 +129,7 @@ def check_held(plain: Transformer, fast: Transformer, ends: list[int]) -> None:
                 assert torch.equal(held["lows"][row, : len(pages)], torch.stack([page.amin(0) for page in pages]))
                 assert torch.equal(held["highs"][row, : len(pages)], torch.stack([page.amax(0) for page in pages]))
         if isinstance(theirs, PagedCache) and isinstance(ours, PagedCache):
-            assert (ours.tables, ours.pool.shares, ours.pool.spare) == (
-                theirs.tables,
-                theirs.pool.shares,
-                theirs.pool.spare,
-            )
+            assert (ours.tables, ours.shared) == (theirs.tables, theirs.shared)
         elif isinstance(theirs, QuantizedCache) and isinstance(ours, QuantizedCache):
             assert (ours._ends, ours.nbytes) == (theirs._ends, theirs.nbytes)
 
@@ -364,7 +360,7 @@ def test_a_full_pool_raises_the_error_of_the_plain_path() -> None:
     check_step(plain, fast, TOKENS[:, 40:48], 40)
 
 
-@pytest.mark.parametrize("what", ["tables", "shares"])
+@pytest.mark.parametrize("what", ["tables", "shared"])
 def test_edited_tables_and_shares_take_effect(what: str) -> None:
     plain, fast = pair("paged")
     for model in (plain, fast):
@@ -375,7 +371,7 @@ def test_edited_tables_and_shares_take_effect(what: str) -> None:
             if what == "tables":  # row 0 continues row 1's text
                 cache.tables[0], cache.tables[1] = cache.tables[1], cache.tables[0]
             else:
-                cache.pool.shares[cache.tables[0][-1]] += 1
+                cache.shared[0] = len(cache.tables[0])
     theirs = plain(TOKENS[:, 41:42], 41)
     torch.testing.assert_close(fast(TOKENS[:, 41:42], 41), theirs, rtol=0, atol=tolerance("fp32", theirs))
     assert served(fast) == 3
@@ -444,7 +440,7 @@ def test_buffers_that_are_moved_or_edited_in_the_middle(
     ("kv_cache", "name", "value"),
     [
         *(("int8", "key_bits", 4), ("int8", "unrotated", True), ("int8", "_keep", lambda *given: None)),
-        *(("int8", "update", lambda *given: None), ("paged", "_take_one", lambda *given: None)),
+        *(("int8", "update", lambda *given: None), ("paged", "_free_blocks", lambda *given: None)),
     ],
 )
 def test_a_cache_with_an_assigned_method_or_setting_runs_on_the_plain_path(

@@ -13,6 +13,7 @@ from tiny import some_tokens, tiny_args, tiny_model
 from torch import Tensor
 from writes import write
 
+from llama.args import Refused
 from llama.kv_cache import KVCache, PagedCache
 from llama.kv_cache.paged import BLOCK
 
@@ -30,12 +31,13 @@ def new(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def in_use(*caches: PagedCache) -> int:
-    """Return the number of blocks in use, of caches that share a pool, and check the pool's counts."""
+    """Return the number of blocks in use, of caches that share a pool; no block that one row owns is another's."""
     cache = caches[0]
     assert all(other.pool is cache.pool and other.keys is cache.keys for other in caches)
-    counted = Counter(block for other in caches for table in other.tables for block in table)
-    assert cache.pool.shares == [counted[block] for block in range(len(cache.pool.shares))]
-    assert sorted(cache.pool.spare) == [block for block, rows in enumerate(cache.pool.shares) if not rows]
+    tables = [table for other in caches for table in other.tables]
+    counted = Counter(block for table in tables for block in table)
+    owned = [table[n:] for other in caches for table, n in zip(other.tables, other.shared, strict=True)]
+    assert all(counted[block] == 1 for table in owned for block in table)
     return len(counted)
 
 
@@ -147,23 +149,25 @@ def test_padding_that_is_not_kept_is_finite_where_a_mask_hides_it() -> None:
     assert torch.equal(values, whole[:, :40])
 
 
-# ---- by several threads ----------------------------------------------------------------------------------------------
-
-
-def test_a_copy_that_goes_while_blocks_are_taken_gives_back_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage may be collected at any time: here right after the copy was counted as sharing the newest block."""
+def test_a_row_that_begins_again_in_shared_blocks_takes_only_those_that_it_writes() -> None:
     cache = made()
+    write(cache, 0, *new(1, 3 * BLOCK))
+    copy = cache.copy()
+    write(copy, 4, *new(1, 1))
+    assert (in_use(cache, copy), in_use(copy)) == (4, 1)
+
+
+def test_a_full_pool_needs_no_block_for_what_a_deleted_copy_shared() -> None:
+    cache = made("paged:2")
     write(cache, 0, *new(1, BLOCK + 4))
-    copies, grow = [cache.copy()], PagedCache._add_blocks
+    cache.copy()
+    write(cache, BLOCK + 4, *new(1, 1))
+    other = cache.copy()
+    with pytest.raises(Refused, match="3 blocks"):
+        write(other, BLOCK + 5, *new(1, 1))
 
-    def collect(self: PagedCache, more: int, like: Tensor) -> None:
-        copies.clear()
-        grow(self, more, like)
 
-    monkeypatch.setattr(PagedCache, "_add_blocks", collect)
-    keys, _ = write(cache, BLOCK + 4, *new(1, 1))
-    assert torch.equal(write(cache, BLOCK + 5, *new(1, 1))[0][:, :-1], keys)
-    assert in_use(cache) == 2
+# ---- by several threads ----------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -194,13 +194,12 @@ def shifts_what_is_repeated(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_no_row(patch: pytest.MonkeyPatch) -> None:
-    """Share blocks between rows without counting references, so that rows overwrite each other."""
+    """Share blocks between rows that do not know it, so that rows overwrite each other."""
     real = PagedCache.repeat_first_row
 
     def repeat_first_row(self: PagedCache, rows: int) -> None:
         real(self, rows)
-        for block in self.tables[0]:
-            self.pool.shares[block] -= rows - 1
+        self.shared = [0] * rows
 
     patch.setattr(PagedCache, "repeat_first_row", repeat_first_row)
 
