@@ -32,7 +32,8 @@ from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
 from llama.scheduler import Texts
 from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
-from llama.verify.guesses import Compared, compare_guesses
+from llama.verify.certificate import measure_run
+from llama.verify.passes import reference_of
 
 PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]
 LENGTHS = [20, 9, 33, 40]
@@ -438,18 +439,14 @@ def test_the_steps_of_a_gpu_run_as_before_and_say_so(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records if "guessed" in record.message]
 
 
-@needs_a_compiler
-def test_the_certificate_of_guesses_counts_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, totals, broken = model_of("native fp32"), dict[str, Compared](), dict[str, Compared]()
-    compare_guesses(model, PROMPTS[:2], 12, seed=1, totals=totals)
-    assert totals.keys() == {"greedy", "sampled"}
-    for one in totals.values():
-        assert (one.tokens, one.ids, one.logprobs) == (48, 0, 0)
-        assert 0 < one.accepted < one.proposed
+def test_guesses_that_change_a_text_are_a_violation_of_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = model_of("exact"), reference_of(model_of("exact"))
+    figures = measure_run(model, reference, PROMPTS[:2], 12, seed=1)
+    assert (figures.violations, figures.guessed_tokens) == ([], 24)
     one_too_many = lambda guess, chosen: min(len(guess), accepted(guess, chosen) + 1)  # noqa: E731
     monkeypatch.setattr("llama.generation.accepted", one_too_many)
-    compare_guesses(model, PROMPTS[:2], 12, seed=1, totals=broken)
-    assert all(one.ids and one.logprobs for one in broken.values())
+    (violation,) = measure_run(model, reference, PROMPTS[:2], 12, seed=1).violations
+    assert violation.startswith("free with guesses: ")
 
 
 @needs_a_compiler

@@ -25,7 +25,6 @@ from llama.ranks.torchrun import world_size
 from llama.sessions.origin import weights_digest
 from llama.tokenizer import Tokenizer
 from llama.verify.certificate import STAGES, Figures, measure_run
-from llama.verify.guesses import Compared, compare_guesses
 from llama.verify.passes import reference_of
 from llama.verify.tolerance import TOLERANCE_FACTOR
 from llama.verify.verdict import Certificate, report
@@ -42,7 +41,6 @@ def main(
     runs: int = 1,
     exact: bool = False,
     fast: bool = False,
-    speculate: bool = False,
     quantize: str = "auto",
     activations: int = 16,
     kv_cache: str = "static",
@@ -63,7 +61,6 @@ def main(
         runs: How many runs to make and to add up.
         exact: Measure exact mode, in which no bit may differ.
         fast: With exact, use the exact mode of native code, if it supports the model.
-        speculate: Compare texts with and without guesses instead, token by token; with exact or fast, none may differ.
         quantize: With exact and fast, quantise the weights to int8, int4, stored or none; see llama-kv run.
         activations: With packed weights, 8 rounds the inputs of products to 8 bits.
         kv_cache: The kind of cache, NAME or NAME:PARAMS: static, concat, paged, or FILE.py:NAME[:PARAMS]. A lossy kind
@@ -73,7 +70,7 @@ def main(
     """
     if world_size() > 1:
         raise ValueError("this command certifies one process; start it without torchrun")
-    if (fast or quantize not in ("auto", "none")) and not exact and not speculate:
+    if (fast or quantize not in ("auto", "none")) and not exact:
         flags = "--exact" if fast else "--exact --fast"
         raise ValueError(f"native code is certified to the bit, and not down to rounding; give {flags}, too")
     check_numbers(batch_size=batch_size, tokens=tokens, prompt_len=prompt_len, seed=seed, runs=runs)
@@ -88,35 +85,12 @@ def main(
     sizes = {"batch_size": batch_size, "tokens": tokens, "prompt_len": prompt_len}
     config = {"model": ckpt_dir, "kv_cache": kv_cache, **sizes, **facts_of(model)}
     check_lengths(model, tokenizer, tokens=tokens, prompt_len=prompt_len)
-    if speculate:
-        return verify_guesses(model, tokenizer, sizes, range(seed, seed + runs))
     certificate = Certificate(config, environment(model.device), {})
     for run, figures in make_runs(model, tokenizer, config, range(seed, seed + runs)):
         certificate.runs[run] = figures
         certificate.write(path)  # an interruption keeps the runs that are done
     console.put(f"runs in {path}: {runs}\n\n{report(certificate)}")
     return int(bool(certificate.total.violations))
-
-
-def verify_guesses(model: Transformer, tokenizer: Tokenizer, sizes: dict[str, int], seeds: range) -> int:
-    """Print what speculation changes; return 1 if it changes anything, unless the plain path rounds by the call."""
-    bos, totals = tokenizer.bos_id if tokenizer.adds_bos else None, dict[str, Compared]()
-    with progress_bar("comparing", total=len(seeds), unit="run") as bar:
-        for seed in seeds:
-            drawn = draw_prompts(seed, sizes["batch_size"], sizes["prompt_len"], model.args.vocab_size, bos)
-            prompts = [ids * (1 + 3 * (row % 2)) for row, ids in enumerate(drawn)]  # every second repeats itself
-            prompts = [ids[: model.args.max_seq_len - sizes["tokens"]] for ids in prompts]
-            compare_guesses(model, prompts, sizes["tokens"], seed=seed, totals=totals)
-            bar.update()
-    for name, one in totals.items():
-        console.put(
-            f"{name}: {one.ids} of {one.tokens} tokens and {one.logprobs} log-probabilities differ; "
-            f"{one.accepted} of {one.proposed} guessed tokens were right"
-        )
-    exact = model.exact or model.runner is not None
-    if not exact:
-        console.put("the plain path rounds by the size of a call, so equal texts are promised with --exact or --fast")
-    return int(exact and any(one.ids or one.logprobs for one in totals.values()))
 
 
 def facts_of(model: Transformer) -> dict[str, Any]:

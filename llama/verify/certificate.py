@@ -23,6 +23,7 @@ from llama.verify import tolerance
 from llama.verify.passes import (
     ALONE,
     FREE_CACHED,
+    FREE_GUESSED,
     FREE_UNCACHED,
     PIECES,
     STEPS,
@@ -36,12 +37,13 @@ from llama.verify.passes import (
     at_steps,
     in_one_pass,
     run_free,
+    run_guessed,
 )
 from llama.verify.sessions import SESSIONS, session_passes
 
 PASSES = (STEPS, FREE_CACHED, FREE_UNCACHED, PIECES, ALONE, *SESSIONS)  # each is compared with U, bit by bit
 FLOAT64_PASSES = (WIDE_STEPS, WIDE_PIECES)  # in float64; these may differ from R by tolerance.FLOAT64_TOLERANCE
-STAGES = 1 + len(PASSES) + len(FLOAT64_PASSES)  # that `measure_run` reports to `on_stage`: U and each of these
+STAGES = 2 + len(PASSES) + len(FLOAT64_PASSES)  # that `measure_run` reports: U, each of these, and the run with guesses
 
 _CHUNK = 2**21  # logits that are compared at a time: 16 MiB in float64
 
@@ -69,6 +71,7 @@ class Figures:
 
     tokens: how many the cached greedy run made.
     equal_tokens: how many of them the uncached run made too, in each row up to its divergence.
+    guessed_tokens: how many of them the run with guesses made too.
     positions: how many all texts have.
     near_ties: at how many positions top1 - top2 of R is at most twice the bound.
     same_top: at how many positions C and U have the same most likely token.
@@ -85,6 +88,7 @@ class Figures:
 
     tokens: int = 0
     equal_tokens: int = 0
+    guessed_tokens: int = 0
     positions: int = 0
     near_ties: int = 0
     same_top: int = 0
@@ -128,11 +132,14 @@ def measure_run(
     for name, parts in (all_passes(model, reference, texts, tokens, seed) | session_passes(model, texts, seed)).items():
         on_stage(name)
         comparisons[name] = baselines.compare(parts, difference if name == STEPS else None)
+    on_stage(FREE_GUESSED)
+    whole = [[*prompt, *ids] for prompt, ids in zip(prompts, cached.ids, strict=True)]
+    guessed = run_guessed(model, prompts, whole, tokens, seed=seed)
     on_stage(FREE_UNCACHED)
     uncached = run_free(model, prompts, tokens, kv_caching=False)
     for run, steps in ((cached, [tokens] * len(texts)), (uncached, _comparable(cached, uncached))):
         comparisons[run.name] = baselines.compare(at_steps(prompts, run, steps))
-    return _judge(model, prompts, cached, uncached, baselines, comparisons, difference)
+    return _judge(model, prompts, (cached, uncached, guessed), baselines, comparisons, difference)
 
 
 # ---- comparing logits ------------------------------------------------------------------------------------------------
@@ -217,14 +224,13 @@ class Difference:
 def _judge(
     model: Transformer,
     prompts: Texts,
-    cached: FreeRun,
-    uncached: FreeRun,
+    runs: tuple[FreeRun, FreeRun, FreeRun],
     baselines: Baselines,
     comparisons: dict[str, PassComparison],
     difference: Difference,
 ) -> Figures:
     r = baselines.compare((row, 0, logits) for row, logits in enumerate(baselines.r))
-    u, c = comparisons[UNCACHED], comparisons[STEPS]
+    u, c, (cached, uncached, guessed) = comparisons[UNCACHED], comparisons[STEPS], runs
     bound = tolerance.bound_of(u.error, model.norm.weight.itemsize)
     divergences = list(_divergences(prompts, (cached, uncached), baselines.starts, (u, c, r), bound))
     violations = list(_uncached_errors(model, u, baselines))
@@ -233,6 +239,8 @@ def _judge(
         violations += _errors_of(name, one, r, bound[one.index], baselines, bits=bits)
     for run in (cached, uncached):
         violations += _loop_errors(run, prompts, baselines, comparisons[run.name])
+    if guessed.failure or (model.exact and guessed.ids != cached.ids):
+        violations.append(guessed.failure or f"{FREE_GUESSED}: {guessed.ids} are made, and {cached.ids} without")
     violations += [
         f"free runs: row {d.row}, position {d.position}: cached takes token {d.tokens[0]}, uncached {d.tokens[1]}, "
         f"and float64 prefers its own by {d.margins[-1]}, more than rounding explains"
@@ -243,6 +251,9 @@ def _judge(
     return Figures(
         tokens=sum(map(len, cached.ids)),
         equal_tokens=sum(_comparable(cached, uncached)) - len(divergences),
+        guessed_tokens=sum(
+            a == b for rows in zip(cached.ids, guessed.ids, strict=True) for a, b in zip(*rows, strict=False)
+        ),
         positions=len(r.index),
         near_ties=int((r.margin <= tolerance.DECIDED * bound).sum()),
         same_top=int((c.choice == u.choice).sum()),

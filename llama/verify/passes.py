@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from torch import Tensor
 
 from llama.batch import NonFiniteLogits, padded
 from llama.model import Transformer
+from llama.request import Options
+from llama.speculation import EveryGuess, Speculate
 
 UNCACHED, STEPS, PIECES, ALONE = "uncached in one pass", "cached step by step", "pieces", "row alone"
-FREE_CACHED, FREE_UNCACHED = "free cached", "free uncached"
+FREE_CACHED, FREE_UNCACHED, FREE_GUESSED = "free cached", "free uncached", "free with guesses"
 WIDE_STEPS, WIDE_PIECES = f"float64 {STEPS}", f"float64 {PIECES}"
+
+RIGHT = 0.8  # the share of right tokens in the guesses of `Noisy`
 
 Texts = Sequence[Sequence[int]]
 Chunk = tuple[int, int, Tensor]  # a row, a position in it, and the logits from that position on, (n, vocab)
@@ -47,12 +52,38 @@ class FreeRun:
     failure: str | None = None
 
 
-def run_free(model: Transformer, prompts: Texts, tokens: int, *, kv_caching: bool) -> FreeRun:
+class Noisy:
+    """Proposes what follows in the text of these that begins alike, with wrong tokens at random places."""
+
+    def __init__(self, texts: Texts, vocab_size: int, seed: int) -> None:
+        self._texts, self._vocab_size, self._dice = texts, vocab_size, random.Random(seed)
+
+    def propose(self, ids: Sequence[int], count: int) -> list[int]:
+        follows = next((text[len(ids) :] for text in self._texts if list(text[: len(ids)]) == list(ids)), [])[:count]
+        return [id if self._dice.random() < RIGHT else self._dice.randrange(self._vocab_size) for id in follows]
+
+
+def run_guessed(model: Transformer, prompts: Texts, texts: Texts, tokens: int, *, seed: int) -> FreeRun:
+    """Continue every prompt by `tokens` ids; all guesses of `Noisy` are fed, whatever they cost."""
+    guesses = EveryGuess(partial(Noisy, texts, model.args.vocab_size, seed))
+    return run_free(model, prompts, tokens, kv_caching=True, name=FREE_GUESSED, speculate=guesses)
+
+
+def run_free(
+    model: Transformer,
+    prompts: Texts,
+    tokens: int,
+    *,
+    kv_caching: bool,
+    name: str = "",
+    speculate: Speculate | None = None,
+) -> FreeRun:
     """Continue every prompt by `tokens` ids. Raises ValueError as `generate_tokens` does."""
-    run = FreeRun(FREE_CACHED if kv_caching else FREE_UNCACHED, [[] for _ in prompts], [], [])
+    run = FreeRun(name or (FREE_CACHED if kv_caching else FREE_UNCACHED), [[] for _ in prompts], [], [])
+    options: Options = {"temperature": 0, "kv_caching": kv_caching, "speculate": speculate}
     with record_logits(model, run.logits, run.widths):
         try:
-            run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), temperature=0, kv_caching=kv_caching)
+            run.ids[:], _ = model.generate_tokens(prompts, tokens, stop_ids=(), **options)
         except NonFiniteLogits as error:
             return replace(run, failure=f"{run.name}: {error}")
     return run

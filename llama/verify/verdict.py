@@ -16,7 +16,7 @@ from llama.verify.certificate import FLOAT64_PASSES, PASSES, Figures
 from llama.verify.passes import STEPS, UNCACHED
 from llama.verify.tolerance import DECIDED
 
-SCHEMA = "llama-kv/verify/4"
+SCHEMA = "llama-kv/verify/5"
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def measures(total: Figures) -> Iterator[tuple[str, str]]:
     """Yield the name and the value of each measure."""
     yield "greedy tokens", f"{total.tokens:,}"
     yield "the same, cached and uncached", part_of(total.equal_tokens, total.tokens)
+    yield "the same with guesses", part_of(total.guessed_tokens, total.tokens)
     unexplained = sum(not divergence.explained for divergence in total.divergences)
     yield "rows that diverge, unexplained ones", f"{len(total.divergences)}, {unexplained}"
     yield "positions decided by their margin", part_of(total.positions - total.near_ties, total.positions)

@@ -30,9 +30,8 @@ from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.quant.layers import quantized_weights
 from llama.quant.packed import PackedWeight
-from llama.speculation import Width
+from llama.speculation import Eager, Width
 from llama.tokenizer import MissingTokenizer
-from llama.verify.guesses import Eager
 
 CPU = torch.device("cpu")
 CELL = Cell(batch_size=3, input_len=7, output_len=5)

@@ -128,6 +128,8 @@ def test_the_reference_has_the_same_weights_and_ties_in_float64() -> None:
 class StaleKeys(StaticCache, kind="stale_keys"):
     """Writes, for a single token, the key of the call before."""
 
+    _before: Any = ()
+
     def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
         stale = rows.width == 1 and rows.start != 0 and len(xk) <= len(self._before)
         super()._write(rows, self._before[: len(xk)] if stale else xk, xv)
