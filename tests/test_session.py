@@ -229,21 +229,6 @@ def test_logits_that_are_not_known_are_none() -> None:
 # ---- forks -----------------------------------------------------------------------------------------------------------
 
 
-@kinds("paged", "int8")
-def test_forks_continue_independently(kv_cache: str) -> None:
-    def acts(session: Session) -> list[object]:
-        return [session.generate(6, **GREEDY), session.append("x"), session.generate(6, **GREEDY)]
-
-    session = made(kv_cache, text=TEXT)[1]
-    branches, alone = [session.fork() for _ in range(2)], [made(kv_cache, text=TEXT)[1] for _ in range(2)]
-    for sessions in (branches, alone):
-        for number, one in enumerate(sessions):
-            one.append(f" {number} goes on")
-    assert [acts(one) for one in branches] == [acts(one) for one in alone]
-    assert session.tokens == ids(TEXT)
-    assert session.generate(8, **GREEDY) == made(kv_cache, text=TEXT)[1].generate(8, **GREEDY)
-
-
 def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back() -> None:
     session = made("paged", text=TEXT)[1]
     (cache, *_) = session.cache.layers

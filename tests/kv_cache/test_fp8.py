@@ -32,17 +32,6 @@ def test_numbers_are_the_nearest_of_8_bits(size: float) -> None:
     assert cache.nbytes == cache.position_bytes(8) * 2 * 5
 
 
-def test_a_token_is_the_same_in_a_prompt_alone_and_beside_others() -> None:
-    given = torch.randn(3, 9, 2, 8, generator=torch.Generator().manual_seed(0))
-    together, alone = KVCache.of(ARGS), KVCache.of(ARGS)
-    write(together, 0, given[:, :7], given[:, :7], lengths=[7, 2, 4])
-    keys, values = write(together, [7, 2, 4], given[:, 7:9], -given[:, 7:9])
-    for position in range(4):
-        write(alone, position, given[2:, position : position + 1], given[2:, position : position + 1])
-    for ours, theirs in zip((keys, values), write(alone, 4, given[2:, 7:9], -given[2:, 7:9]), strict=True):
-        assert torch.equal(ours[2, :6], theirs[0])
-
-
 def test_another_dtype_is_refused_until_the_cache_is_freed() -> None:
     cache, x = KVCache.of(ARGS), torch.ones(1, 1, 2, 8)
     assert isinstance(cache, Fp8Cache)

@@ -3,11 +3,7 @@
 from typing import Any
 
 import pytest
-import tiny  # registers the caches full of nan
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny import bits, kv_nbytes, tiny_args
 from torch import Tensor
 from writes import write
@@ -17,7 +13,6 @@ from llama.kv_cache import ConcatCache, KVCache, StaticCache
 
 HEADS, HEAD_DIM, ROWS, LENGTH = 2, 4, 4, 12  # never one kv head: writes to a wrong axis would broadcast (bug 1)
 KINDS = ["static", "concat"]
-assert tiny.PoisonedCache in KVCache.kinds.values()
 
 
 def cache_args(**changes: Any) -> ModelArgs:
@@ -41,115 +36,6 @@ def state(cache: KVCache) -> list[Tensor]:
 
 def nbytes(rows: int, length: int, dtype: torch.dtype = torch.float32) -> int:
     return kv_nbytes(cache_args(), rows, length, dtype)
-
-
-class Writes(RuleBasedStateMachine):
-    """Any sequence of good and bad writes, compared with a dictionary."""
-
-    kind = "poisoned"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = make(self.kind)
-        self.known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self.extent = (0, 0)  # allocated rows and positions
-
-    @rule(rows=st.integers(1, ROWS + 1), start=st.integers(-1, LENGTH), seqlen=st.integers(1, 5))
-    def write_in_step(self, rows: int, start: int, seqlen: int) -> None:
-        self.write(start, [start] * rows, seqlen)
-
-    @rule(starts=st.lists(st.integers(-1, LENGTH), min_size=1, max_size=ROWS + 1), seqlen=st.integers(1, 5))
-    def write_ragged(self, starts: list[int], seqlen: int) -> None:
-        self.write(starts, starts, seqlen)
-
-    @rule(start=st.integers(0, 3))
-    def append_to_what_is_there(self, start: int) -> None:
-        rows, length = max(self.extent[0], 1), self.extent[1]
-        self.write(max(length - start, 0), [max(length - start, 0)] * rows, start + 1)
-
-    @rule(rows=st.integers(1, ROWS), seqlen=st.integers(1, 5), ragged=st.booleans())
-    def begin(self, rows: int, seqlen: int, ragged: bool) -> None:
-        self.write([0] * rows if ragged else 0, [0] * rows, seqlen)
-
-    @rule()
-    def free(self) -> None:
-        self.cache.free()
-        self.known, self.extent = {}, (0, 0)
-
-    @rule(rows=st.integers(1, ROWS), length=st.integers(1, LENGTH))
-    def reserve(self, rows: int, length: int) -> None:
-        self.cache.reserve(rows, length)
-        self.known, self.extent = {}, (0, 0)
-
-    @rule(order=st.permutations(range(ROWS)), count=st.integers(1, ROWS))
-    def select_rows(self, order: list[int], count: int) -> None:
-        rows, before = [row for row in order if row < self.extent[0]][:count], dict(self.known)
-        self.cache.select_rows(rows)
-        for place, row in enumerate(rows):
-            for pos in range(0 if place == row else LENGTH):
-                self.known.pop((place, pos), None)
-                if (row, pos) in before:
-                    self.known[place, pos] = before[row, pos]
-
-    def write(self, start_pos: int | list[int], starts: list[int], seqlen: int) -> None:
-        xk, xv = new(len(starts), seqlen)
-        ends = [start + seqlen for start in starts]
-        if len(starts) > ROWS or min(starts) < 0 or max(ends) > LENGTH or self.gap(starts):
-            before = state(self.cache)
-            with pytest.raises(ValueError, match=r"max_batch_size|whole numbers|max_seq_len|gap"):
-                write(self.cache, start_pos, xk, xv)
-            assert all(map(torch.equal, before, state(self.cache)))
-            return
-        keys, values = write(self.cache, start_pos, xk, xv)
-        self.note(start_pos, starts, xk, xv)
-        assert keys.shape == values.shape == (len(starts), max(ends), HEADS, HEAD_DIM)
-        for (row, pos), (key, value) in self.known.items():
-            if row < len(starts) and pos < max(ends):
-                assert torch.equal(keys[row, pos], key)
-                assert torch.equal(values[row, pos], value)
-
-    def gap(self, starts: list[int]) -> bool:
-        return False
-
-    def note(self, start_pos: int | list[int], starts: list[int], xk: Tensor, xv: Tensor) -> None:
-        assert self.cache.keys is not None
-        self.extent = (self.cache.keys.shape[0], self.cache.keys.shape[1])
-        for row, start in enumerate(starts):
-            for i in range(xk.shape[1]):
-                self.known[row, start + i] = xk[row, i].clone(), xv[row, i].clone()
-
-    @invariant()
-    def holds_what_was_written_and_nothing_else(self) -> None:
-        rows, length = self.extent
-        assert rows <= ROWS
-        assert length <= LENGTH
-        assert self.cache.nbytes == nbytes(rows, length)
-        expected = torch.full((2, rows, length, HEADS, HEAD_DIM), torch.nan)
-        for (row, pos), (key, value) in self.known.items():
-            expected[:, row, pos] = torch.stack((key, value))
-        for held, wanted in zip((self.cache.keys, self.cache.values), expected, strict=True):
-            assert held is None or torch.equal(bits(held), bits(wanted))
-
-
-class ConcatWrites(Writes):
-    """The concatenating cache drops what is past a write, and rejects gaps."""
-
-    kind = "poisoned_concat"
-
-    def gap(self, starts: list[int]) -> bool:
-        return max(starts) > 0 and (max(starts) > self.extent[1] or len(starts) > self.extent[0])
-
-    def note(self, start_pos: int | list[int], starts: list[int], xk: Tensor, xv: Tensor) -> None:
-        end = starts[0] + xk.shape[1] if len(set(starts)) == 1 else LENGTH
-        if len(starts) > self.extent[0]:  # more rows than before: a new batch
-            self.known = {}
-        self.known = {(row, pos): kept for (row, pos), kept in self.known.items() if row < len(starts) and pos < end}
-        super().note(start_pos, starts, xk, xv)
-
-
-TestStaticWrites = Writes.TestCase
-TestConcatWrites = ConcatWrites.TestCase
-TestStaticWrites.settings = TestConcatWrites.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 # --- What must not be written

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -164,44 +163,6 @@ def test_a_step_reads_the_window_as_it_came_at_every_position(kind: str) -> None
             assert torch.equal(values[row, first : end + 1], given[row, first : end + 1])
             assert torch.equal(values[row, : min(shape.sinks, end)], given[row, : min(shape.sinks, end)])
             assert (values[row, shape.sinks : first] != given[row, shape.sinks : first]).any(-1).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6)
-@given(cuts=st.lists(st.integers(1, 199), max_size=8), seed=st.integers(0, 99))
-def test_full_groups_do_not_depend_on_how_a_text_was_cut(kind: str, cuts: list[int], seed: int) -> None:
-    """For given keys and values; in a model they depend on what a chunk attends to."""
-    xk, xv = numbers(200, seed=seed), numbers(200, seed=seed + 1)
-    new = numbers(1, seed=3)[None]
-    whole, cut = KVCache.of(args(kind)), KVCache.of(args(kind))
-    write(whole, 0, xk[None], xv[None])
-    edges = sorted({0, 200, *cuts})
-    for a, b in pairwise(edges):
-        write(cut, a, xk[None, a:b], xv[None, a:b])
-    for ours, theirs in zip(write(cut, 200, new, new), write(whole, 200, new, new), strict=True):
-        # A group that was filled in two calls was rounded from the same numbers.
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6)
-@given(st.lists(st.integers(1, 150), min_size=2, max_size=4))
-def test_padding_is_never_stored(kind: str, lengths: list[int]) -> None:
-    """Ragged rows, padded with numbers that would widen every group's range; then each row alone."""
-    longest = max(lengths)
-    rows = [(numbers(length, seed=length), numbers(length, seed=length + 1)) for length in lengths]
-    xk, xv = (torch.full((len(rows), longest, HEADS, HEAD_DIM), 1e4, dtype=torch.float64) for _ in range(2))
-    for row, (keys, values) in enumerate(rows):
-        xk[row, : len(keys)], xv[row, : len(values)] = keys, values
-    cache = KVCache.of(args(kind))
-    write(cache, 0, xk, xv, lengths=lengths)
-    new = numbers(len(rows), 1, seed=7)
-    together = write(cache, lengths, new, new)
-    for row, ((keys, values), length) in enumerate(zip(rows, lengths, strict=True)):
-        alone = KVCache.of(args(kind))
-        write(alone, 0, keys[None], values[None])
-        for ours, theirs in zip(together, write(alone, length, new[row : row + 1], new[row : row + 1]), strict=True):
-            assert torch.equal(ours[row, : length + 1], theirs[0])
 
 
 @settings(max_examples=60)

@@ -17,12 +17,9 @@ from torch import Tensor
 from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
 from llama.kv_cache.published import (
-    CompactorCache,
     ExpectedAttentionCache,
     KnormCache,
-    SnapKVCache,
     TovaCache,
-    leverage_scores,
 )
 from llama.model import Transformer
 from llama.ops import attention_weights
@@ -320,30 +317,6 @@ def test_a_text_goes_on_behind_its_prompt_and_not_within_it() -> None:
         assert torch.equal(again, model(tokens[:, :100], 0, cache=model.new_cache("static")))
 
 
-def test_rows_with_padding_behind_their_prompts_give_what_they_give_alone() -> None:
-    model, tokens, cache = prompted("knorm:20", 100, 60)
-    alone = [model.new_cache("knorm:20") for _ in range(2)]
-    with torch.inference_mode():
-        for row, length in enumerate((100, 60)):
-            model(tokens[row : row + 1, :length], 0, cache=alone[row])
-        for starts, lengths in (([100, 60], [8, 2]), ([108, 62], [1, 5])):
-            columns = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
-            made = model(tokens[[[0], [1]], columns], Rows.at(starts, lengths), cache=cache)
-            for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-                own = model(tokens[row : row + 1, start : start + length], start, cache=alone[row])
-                assert torch.allclose(made[row, :length], own[0], atol=FP64_TOLERANCE)
-
-
-def test_a_new_text_stores_what_it_stores_in_a_new_cache() -> None:
-    model, tokens, cache = prompted("knorm:20", 100, 60)
-    with torch.inference_mode():
-        fresh = model.new_cache("knorm:20")
-        for one in (cache, fresh):
-            model(tokens[:1, :70], 0, cache=one)
-        assert cache.nbytes == fresh.nbytes
-        assert kept(cache.layers[0]) == kept(fresh.layers[0])
-
-
 def test_a_prompt_that_has_not_ended_goes_on_from_its_state() -> None:
     model, tokens, whole = prompted("knorm:20", 100)
     cut, restored = model.new_cache("knorm:20"), model.new_cache("knorm:20")
@@ -408,46 +381,6 @@ def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
 # ---- chunks, outputs, questions, neighbours, outliers ----------------------------------------------------------------
 
 
-def test_chunkkv_keeps_the_same_whole_chunks_in_all_heads_and_the_best_keys_of_the_chunk_that_is_cut() -> None:
-    whole, chunks = [kept(layer)[0] for layer in prompted("chunkkv:140", 300)[2].layers], range(0, 300, 20)
-    for first, second in whole:
-        assert first == second == [at for chunk in chunks if chunk in first for at in range(chunk, chunk + 20)]
-        assert first[-80:] == [*range(220, 300)], "the chunks of the newest 64 tokens"
-    (alone,) = kept(prompted("chunkkv:140", 300, sizes={"n_kv_heads": 1})[2].layers[0])[0]
-    assert [at for at in alone if at % 20 == 0] == [at - 19 for at in alone if at % 20 == 19]
-    cut = [kept(layer)[0] for layer in prompted("chunkkv:147", 300)[2].layers]
-    for heads, all_of in zip(cut, whole, strict=True):
-        for head, base in zip(heads, all_of, strict=True):
-            more = set(head) - set(base)
-            assert len({at // 20 for at in more}) == 1
-            assert len(more) == 7
-    assert cut[0][0] != cut[0][1]
-
-
-def test_chunkkv_orders_keys_of_a_long_prompt_whose_attention_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)) * 1e-8
-    scores[:, -64:] = torch.inf
-    monkeypatch.setattr(SnapKVCache, "score", lambda *_: scores)
-    whole, cut = (kept(prompted(f"chunkkv:{budget}", 300)[2].layers[0])[0] for budget in (140, 147))
-    for head, (all_of, base) in enumerate(zip(cut, whole, strict=True)):
-        more = sorted(set(all_of) - set(base))
-        chunk = range(more[0] // 20 * 20, more[0] // 20 * 20 + 20)
-        assert more == sorted(sorted(chunk, key=lambda at: -float(scores[head, at]))[:7])
-
-
-def test_criticalkv_orders_half_by_the_scores_and_half_by_these_times_the_outputs() -> None:
-    model, tokens, snapkv = prompted("snapkv:140", 300)
-    _, _, cache = prompted("criticalkv:280", 300)
-    for by_score, own in zip(kept(snapkv.layers[0])[0], kept(cache.layers[0])[0], strict=True):
-        assert set(by_score) < set(own)
-    received = _observed(model, tokens, 300, lambda attended: attended.attention(64).mean(1)[:, :-64])
-    norms = _observed(model, tokens, 300, Attended.output_norms)
-    products = (torch.nn.functional.avg_pool1d(received, 5, stride=1, padding=2) + 1e-4) * norms[:, :-64]
-    for by_score, own, product in zip(kept(snapkv.layers[0])[0], kept(cache.layers[0])[0], products, strict=True):
-        product[by_score[:-64]] = -1  # kept by the score
-        assert sorted(set(own) - set(by_score)) == product.topk(140).indices.sort().values.tolist()
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_output_norms_are_those_of_what_each_value_adds_to_the_output(packed: bool) -> None:
     model, tokens = tiny_model(head_dim=32, dtype=torch.float32), some_tokens(1, 9)
@@ -466,63 +399,10 @@ def test_output_norms_are_those_of_what_each_value_adds_to_the_output(packed: bo
     assert _observed(model, tokens, 9, both).min() > 0
 
 
-def test_finch_reads_the_attention_of_the_last_call_times_the_keys_before_each_query() -> None:
-    model, tokens, _ = prompted("static", 200)
-    weights = _observed(model, tokens, 200, lambda attended: attended.attention(30))
-    cache = model.new_cache("finch:50")
-    with torch.inference_mode():
-        for start, end in ((0, 170), (170, 200)):
-            model(tokens[:, start:end], Rows.at([start], [end - start], prompt_ends=end == 200), cache=cache)
-    scores = (weights * torch.arange(170.0, 200)[:, None].double()).sum(1)[:, :170]
-    for head, own in zip(kept(cache.layers[0])[0], scores, strict=True):
-        assert head == [*own.topk(20).indices.sort().values.tolist(), *range(170, 200)]
-
-
-@pytest.mark.parametrize(("budget", "first", "last"), [(2, 1, 1), (7, 3, 2), (24, 8, 4), (60, 8, 4)])
-def test_compactor_keeps_the_ends_and_by_the_share_that_is_dropped_outliers_and_attention(
-    budget: int, first: int, last: int
-) -> None:
-    model, tokens, cache = prompted(f"compactor:{budget}", 300, sizes={"n_layers": 1})
-
-    def scores(attended: Attended) -> Tensor:
-        inner, groups = slice(first, 300 - last), torch.arange(300 - first - last) // 256
-        keys = attended.module.wk(attended.x)[0, inner].unflatten(-1, (2, -1)).transpose(0, 1)
-        x = keys - keys.mean(1, keepdim=True)
-        leverage = (x @ torch.linalg.inv(x.mT @ x + 0.01 * torch.eye(8).double()) @ x.mT).diagonal(dim1=1, dim2=2)
-        given = (attended.xq, attended.keys, attended.values)
-        queries, keys, values = (held[0, inner].transpose(0, 1) for held in given)
-        products = queries @ keys.repeat_interleave(2, 0).mT
-        received = products.masked_fill(groups[:, None] != groups, -torch.inf).softmax(-1).sum(1)
-        norms = received.unflatten(0, (2, 2)).mean(1) * values.norm(dim=-1)
-        smooth = (norms + torch.nn.functional.pad(norms, (1, 1)).unfold(1, 3, 1).sum(-1) - norms) / 3
-        z = [(part - part.mean()) / part.std(correction=0) for part in (leverage, smooth)]
-        return ((1 - budget / 300) * z[0] + z[1]).repeat_interleave(2, 0)  # `_observed` takes the mean of pairs
-
-    for head, own in zip(kept(cache.layers[0])[0], _observed(model, tokens, 300, scores), strict=True):
-        inner = [at + first for at in own.topk(budget - first - last).indices.sort().values.tolist()]
-        assert head == [*range(first), *inner, *range(300 - last, 300)]
-
-
-def test_leverage_is_that_of_ridge_regression() -> None:
-    x = torch.randn(2, 40, 8).double()
-    own = x - x.mean(1, keepdim=True)
-    hat = own @ torch.linalg.inv(own.mT @ own + 0.01 * torch.eye(8).double()) @ own.mT
-    torch.testing.assert_close(leverage_scores(x), hat.diagonal(dim1=1, dim2=2))
-
-
-def test_compactor_judges_keys_of_earlier_calls_by_their_leverage_alone() -> None:
-    model, tokens, static = prompted("static", 300)
-    for start in (297, 200):
-        cache = model.new_cache("compactor:60")
-        with torch.inference_mode():
-            for begin, end in ((0, start), (start, 300)):
-                model(tokens[:, begin:end], Rows.at([begin], [end - begin], prompt_ends=end == 300), cache=cache)
-        layer = cache.layers[0]
-        assert isinstance(layer, CompactorCache)
-        leverage = layer.leverage(static.layers[0].keys[0, 8:296], 8)  # type: ignore[index]
-        for head, own in zip(kept(layer)[0], leverage, strict=True):
-            early = [at - 8 for at in head if 8 <= at < min(start, 296)]
-            assert early == own[: min(start, 296) - 8].topk(len(early)).indices.sort().values.tolist()
+@pytest.mark.parametrize(("budget", "first", "last"), [(2, 1, 1), (7, 3, 2), (24, 8, 4)])
+def test_compactor_keeps_the_ends_of_a_text_or_half_of_a_small_budget(budget: int, first: int, last: int) -> None:
+    for head in kept(prompted(f"compactor:{budget}", 300)[2].layers[0])[0]:
+        assert (head[:first], head[-last:]) == ([*range(first)], [*range(300 - last, 300)])
 
 
 # ---- methods that go on after the prompt -----------------------------------------------------------------------------
@@ -739,57 +619,12 @@ def test_a_call_of_several_tokens_reads_all_that_was_fed() -> None:
         assert torch.equal(ours, static(tokens[:, 100:102], 100, cache=full))
 
 
-@pytest.mark.parametrize("score_mod", [False, True])
-def test_a_row_that_is_fed_one_token_reads_its_pages_however_many_tokens_the_others_have(score_mod: bool) -> None:
-    prompts = (100, 75, 20, 130)
-    model, tokens, _ = prompted("static", *prompts)
-    if score_mod:
-        model.use(model.ops._replace(score_mod=lambda scores, queries, keys, layer: scores - (queries - keys) / 50))
-    cache, *alone = (model.new_cache("quest:32") for _ in (0, *prompts))
-    with torch.inference_mode():
-        model(tokens[:, :130], Rows.at([0] * 4, prompts, prompt_ends=True), cache=cache)
-        for row, length in enumerate(prompts):
-            model(tokens[row : row + 1, :length], 0, cache=alone[row])
-        starts = list(prompts)
-        for lengths in ([1, 7, 1, 2], [5, 1, 12, 1], [1, 1, 1, 1]):
-            columns = torch.tensor(starts)[:, None] + torch.arange(12)  # also the last call has padding
-            fed = tokens.take_along_dim(columns, 1)
-            made = model(fed, Rows.at(starts, lengths, width=12), cache=cache)
-            for row, length in enumerate(lengths):
-                own = model(fed[row : row + 1, :length], starts[row], cache=alone[row])
-                assert torch.allclose(made[row, :length], own[0], atol=FP64_TOLERANCE), (lengths, row)
-            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-
-
-def test_rows_that_all_start_alike_read_by_their_own_lengths() -> None:
-    model, tokens, cache = prompted("quest:32", 100, 100)
-    both, several = cache.copy(), cache.copy()
-    with torch.inference_mode():
-        fed = tokens[:, 100:103]
-        made = model(fed, Rows.at([100, 100], [1, 3], width=3), cache=both)
-        step, chunk = model(fed[:, :1], 100, cache=cache), model(fed, 100, cache=several)
-        assert torch.allclose(made[0, 0], step[0, 0], atol=FP64_TOLERANCE)
-        assert torch.allclose(made[1], chunk[1], atol=FP64_TOLERANCE)
-        assert not torch.allclose(made[0, 0], chunk[0, 0], atol=1e-3)
-
-
 def test_of_equal_pages_the_earlier_ones_are_read() -> None:
     _, _, cache = prompted("quest:64", 300)
     layer: Any = cache.layers[0]
     layer.lows[:], layer.highs[:] = -1, 1
     seen = layer.visible(Rows.at([299], [1]), torch.ones(1, 1, 4, 8, dtype=torch.float64))
     assert seen[0, :, 0].nonzero()[:, 1].tolist() == [*range(48), *range(288, 300)] * 2
-
-
-def test_a_page_that_is_written_again_has_the_bounds_of_what_it_stores() -> None:
-    model, tokens, cache = prompted("quest:16", 40)
-    with torch.inference_mode():
-        for start, length in ((30, 4), (34, 20)):
-            model(tokens[:, start + 1 : start + 1 + length], start, cache=cache)
-    state = cache.layers[0].state(1, 54)
-    pages = state["keys"][0].split(16)
-    assert torch.equal(state["lows"][0], torch.stack([page.amin(0) for page in pages]))
-    assert torch.equal(state["highs"][0], torch.stack([page.amax(0) for page in pages]))
 
 
 def test_a_short_row_reads_as_many_pages_as_it_may_when_another_is_longer() -> None:
@@ -801,21 +636,6 @@ def test_a_short_row_reads_as_many_pages_as_it_may_when_another_is_longer() -> N
     assert seen.any(-1).all()
     assert (seen.sum(-1) == 48 + newest % 16 + 1).all(), "three full pages and the newest one"
     assert not (seen & (torch.arange(301) > newest[..., None])).any()
-
-
-def test_the_bounds_of_a_page_are_those_of_its_rows_own_keys() -> None:
-    model, tokens, cache = prompted("quest:16", 20, 100)
-    layer: Any = cache.layers[0]
-    for lengths in ((0, 0), (1, 1), (5, 2), (3, 3)):
-        starts = [length - new for length, new in zip((20, 100), lengths, strict=True)]
-        if any(lengths):
-            columns = torch.tensor(starts)[:, None] + torch.arange(max(lengths))
-            with torch.inference_mode():
-                model(tokens[[[0], [1]], columns], Rows.at(starts, lengths), cache=cache)
-        for row in range(2):
-            pages = layer.keys[row, : starts[row] + lengths[row]].split(16)
-            for bounds, extreme in ((layer.lows, torch.amin), (layer.highs, torch.amax)):
-                assert torch.equal(bounds[row, : len(pages)], torch.stack([extreme(page, 0) for page in pages]))
 
 
 def test_streaming_llm_is_another_name_of_window() -> None:

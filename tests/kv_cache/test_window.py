@@ -83,27 +83,6 @@ def test_each_query_of_any_chunk_sees_its_own_window(
     torch.testing.assert_close(torch.cat(parts), by_loops(xq, xk, xv, window, sinks), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@settings(max_examples=12)
-@given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(1, 9), st.integers(0, 3))
-def test_rows_at_positions_of_their_own_each_have_their_window(lengths: list[int], window: int, sinks: int) -> None:
-    """A ragged prompt with padding that must not be stored, then a step of every row."""
-    window = max(window, sinks)
-    texts = [numbers(length + 1, seed) for seed, length in enumerate(lengths)]
-    longest = max(lengths)
-    padded = [torch.full((len(texts), longest, n, HEAD_DIM), 9.0, dtype=torch.float64) for n in (HEADS, 2, 2)]
-    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        for whole, part in zip(padded, text, strict=True):
-            whole[row, :length] = part[:length]
-    cache = KVCache.of(args(window, sinks))
-    prompt = attended(cache, *padded, 0, lengths)
-    newest = [torch.stack([text[i][-1:] for text in texts]) for i in range(3)]
-    step = attended(cache, newest[0], newest[1], newest[2], lengths)
-    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        wanted = by_loops(*text, window, sinks)
-        torch.testing.assert_close(prompt[row, :length], wanted[:length], atol=TOLERANCE, rtol=TOLERANCE)
-        torch.testing.assert_close(step[row, 0], wanted[length], atol=TOLERANCE, rtol=TOLERANCE)
-
-
 def test_memory_and_angles_do_not_grow_with_the_text() -> None:
     model = tiny_model(dtype=torch.float32, kv_cache="window:10+2", max_seq_len=16)
     held: list[int] = []
