@@ -19,10 +19,9 @@ from llama.model import Transformer
 from llama.quant.packed import Format, Parts
 from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
-from llama.untrusted.files import read_regular
+from llama.untrusted.files import read_regular, release
 from llama.untrusted.json_object import parse_object
-from llama.untrusted.mapped import MappedFile
-from llama.untrusted.words import some_of
+from llama.untrusted.words import printable, some_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,8 @@ _LIMITS = {
 
 # `require_values` rejects settings in every format: kv_cache may name a Python file, which only the user may run.
 NO_SETTINGS: dict[str, tuple[object, ...]] = dict.fromkeys(SETTINGS, (None,))
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 Rows = Callable[[int, int], Tensor]  # returns the rows from the first number to before the second
 
@@ -66,19 +67,14 @@ class Weight:
         return cls(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
 
     @classmethod
-    def mapped(cls, file: MappedFile, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> "Weight":
-        """Return the weight whose numbers begin at byte `start`; its rows are copies if they are not aligned.
-
-        A single number, without dimensions, is one row.
-        """
-        length, *inner = shape or (1,)
-        row = torch.Size(inner).numel() * dtype.itemsize
-
-        def rows(first: int, stop: int) -> Tensor:
-            part = file.bytes(start + first * row, (stop - first) * row)
-            return (part.clone() if start % dtype.itemsize else part).view(dtype).view(-1, *inner)
-
-        return cls(shape, rows, drop=lambda: file.drop(start, length * row))
+    def mapped(cls, tensor: Tensor) -> "Weight":
+        """Return the weight of a tensor that is mapped from a file; its rows are copies if they are not aligned."""
+        aligned = tensor.data_ptr() % tensor.itemsize == 0
+        return cls(
+            tuple(tensor.shape),
+            lambda start, stop: tensor[start:stop] if aligned else tensor[start:stop].clone(),
+            drop=lambda: release(tensor.data_ptr(), tensor.nbytes),
+        )
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Return an iterator over (start, stop) of blocks of rows, BLOCK_NUMBERS numbers each."""
@@ -123,6 +119,22 @@ class Stored:
 
     def parts(self, start: int, stop: int) -> Parts:
         return self.split(self.rows(start, stop))
+
+
+def weights_of_file(path: Path, tensors: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a library has mapped from a file. Rejects all but whole arrays of floats, by name."""
+    found = {}
+    for name, tensor in tensors.items():
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or type(name) is not str:
+            raise CheckpointError(path, f"{name!r:.80} is a {type(tensor).__name__}; supported: tensors with names")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in FLOATS:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            raise CheckpointError(path, f"{printable(name, 80)} is {what}; supported: strided, on cpu, {known}")
+        if not tensor.numel() or not tensor.ndim or not tensor.is_contiguous() or tensor.is_neg():
+            raise CheckpointError(path, f"{printable(name, 80)} is empty, a single number or not contiguous")
+        found[name] = tensor.detach()
+    return found
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

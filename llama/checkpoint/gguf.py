@@ -4,6 +4,7 @@ The gguf package dequantises; untrusted/gguf_header.py reads the header, and rej
 """
 
 import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,6 @@ from llama.rope import rope_frequencies, scale_frequencies
 from llama.tokenizer import MissingTokenizer, Tokenizer
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.gguf_header import TensorInfo, read_gguf_header
-from llama.untrusted.mapped import MappedFile
 
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -71,8 +71,7 @@ _ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token
 
 def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
     """Return the checkpoint in a .gguf file. `tokenizer_path`: a tokenizer that replaces the file's own."""
-    mapped = MappedFile(path)
-    header = read_gguf_header(mapped, arrays=_ARRAYS)
+    header = read_gguf_header(path, arrays=_ARRAYS)
     require_values(path, header.metadata, _SUPPORTED)
     family = GGUF_FAMILIES[header.metadata["general.architecture"]]
     sizes = {
@@ -90,8 +89,7 @@ def open_gguf(path: Path, *, tokenizer_path: Path | None = None) -> Checkpoint:
             tokenizer = MissingTokenizer(f"{path} lacks tokenizer.ggml.model (the vocabulary)")
         else:
             tokenizer = Tokenizer.from_gguf(header.metadata)
-    with refusing(path, "cannot be mapped"):
-        tensors = {name: _weight(mapped, info) for name, info in header.tensors.items()}
+    tensors = {name: _weight(header.data, info) for name, info in header.tensors.items()}
     divisors = tensors.pop(ROPE_DIVISORS, None)
     if divisors is not None:
         args = replace(args, rope_scaling=_divided(path, args, divisors))
@@ -166,25 +164,23 @@ def _decimal(value: float) -> float:
         return float(str(np.float32(value)))
 
 
-def _weight(mapped: MappedFile, info: TensorInfo) -> Weight:
+def _weight(data: mmap.mmap | bytes, info: TensorInfo) -> Weight:
     kind = KINDS[info.kind]
+    whole = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.start)
     if kind.dtype is not None:
-        return Weight.mapped(mapped, info.start, info.shape, kind.dtype)
+        return Weight.mapped(whole.view(kind.dtype).view(info.shape))
     assert kind.format is not None
     assert kind.parts is not None
-    row = info.nbytes // info.shape[0]
-
-    def rows(start: int, stop: int) -> Tensor:
-        return mapped.bytes(info.start + start * row, (stop - start) * row).view(stop - start, *info.shape[1:-1], -1)
+    packed = Weight.mapped(whole.view(*info.shape[:-1], -1))
 
     def blocks(start: int, stop: int) -> Tensor:
-        return torch.unflatten(rows(start, stop), -1, (-1, kind.size))
+        return torch.unflatten(packed.rows(start, stop), -1, (-1, kind.size))
 
     return Weight(
         info.shape,
-        lambda start, stop: _dequantize(rows(start, stop), kind.name),
+        lambda start, stop: _dequantize(packed.rows(start, stop), kind.name),
         Stored(kind.name, kind.format, blocks, kind.parts),
-        drop=lambda: mapped.drop(info.start, info.nbytes),
+        drop=packed.drop,
     )
 
 

@@ -1,16 +1,13 @@
 """Hugging Face's format: config.json, tokenizer.json, and weights in one or several .safetensors files.
 
-Reads the config.json of transformers 4 and 5. The `safetensors` package is not used: it stores every entry of a header
-before it checks the first one.
+Reads the config.json of transformers 4 and 5; the `safetensors` package reads and checks the weights.
 """
 
-import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO
-
-import torch
+from typing import Any
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.assemble import (
@@ -23,16 +20,15 @@ from llama.checkpoint.assemble import (
     read_config,
     read_tokenizer,
     require_values,
+    weights_of_file,
 )
 from llama.checkpoint.families import FAMILIES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
 from llama.untrusted.errors import CheckpointError, refusing
-from llama.untrusted.mapped import MappedFile
-from llama.untrusted.safetensors_header import Header, read_header
-from llama.untrusted.words import printable, some_of
+from llama.untrusted.files import check_regular
+from llama.untrusted.words import some_of
 
-WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
+_MOST_TENSORS = 1 << 14
 _IGNORED = ".rotary_emb.inv_freq"  # a table in old files; ours is computed from rope_theta
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _MAX_INDEX = 4 << 20  # bytes; an index of 512 layers with long names has 1 MB
@@ -238,28 +234,20 @@ def shards_of(path: Path, index: Mapping[str, Any]) -> dict[str, set[str]]:
 
 
 def read_shard(path: Path, indexed: set[str] | None) -> dict[str, Weight]:
-    """Return the weights of a file by name, still in the file, after a check of the header.
+    """Return the weights of a file by name, mapped from it.
 
-    indexed: the names that the index has for the file (None: there is no index). The file is opened once, so that the
-    checked bytes are the mapped ones.
+    indexed: the names that the index has for the file (None: there is no index).
     """
-    mapped = MappedFile(path)
+    from safetensors import safe_open
+
     with refusing(path, "is not a .safetensors file that can be used"):
-        header = weights_header(mapped.data, len(mapped.data))
-        names = header.tensors.keys()
-        if indexed is not None and indexed != names:
-            odd = indexed.symmetric_difference(names)
+        check_regular(os.stat(path).st_mode)
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            if len(names) > _MOST_TENSORS:
+                raise ValueError(f"{len(names)} tensors are more than the limit of {_MOST_TENSORS}")
+            tensors = {name: file.get_tensor(name) for name in names}
+        if indexed is not None and indexed != tensors.keys():
+            odd = indexed.symmetric_difference(tensors)
             raise CheckpointError(path, f"the file and the index disagree about {some_of(odd)}")
-        return {
-            name: Weight.mapped(mapped, header.data + span.begin, span.shape, WEIGHT_DTYPES[span.dtype])
-            for name, span in header.tensors.items()
-        }
-
-
-def weights_header(file: BinaryIO | mmap.mmap, size: int) -> Header:
-    """Return the header as `read_header` does. Raises ValueError for a dtype not in `WEIGHT_DTYPES`, or no numbers."""
-    header = read_header(file, size, dtypes={name: dtype.itemsize for name, dtype in WEIGHT_DTYPES.items()})
-    for name, span in header.tensors.items():
-        if span.begin == span.end:
-            raise ValueError(f"{printable(name, 80)} of shape {list(span.shape)!r:.80} is empty, and no weight may be")
-    return header
+        return {name: Weight.mapped(tensor) for name, tensor in weights_of_file(path, tensors).items()}

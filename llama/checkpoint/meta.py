@@ -1,10 +1,11 @@
 """Meta's format: params.json, tokenizer.model, and weights in consolidated.00.pth, .01.pth and so on.
 
-Merges the shards of a model; `pth` reads one. Names and layout are those of our model. Knows what the published
-params.json of each family leave out.
+Merges the shards of a model. Names and layout are those of our model. Knows what the published params.json of each
+family leave out.
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,11 +28,12 @@ from llama.checkpoint.assemble import (
     read_tokenizer,
     require_values,
     same_bits,
+    weights_of_file,
 )
 from llama.tokenizer import Tokenizer
-from llama.untrusted.errors import CheckpointError
-from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pth import TensorPlace, read_pth_header
+from llama.untrusted.errors import CheckpointError, refusing
+from llama.untrusted.files import check_regular
+from llama.untrusted.pth import check_records, load_pth
 from llama.untrusted.words import some_of
 
 logger = logging.getLogger(__name__)
@@ -76,15 +78,13 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None, max_seq_le
     params = read_config(params_path)
     tokenizer = read_tokenizer(directory, "tokenizer.model", tokenizer_path)
     args, assumed = meta_args(params_path, params, tokenizer, max_seq_len=max_seq_len)
-    mapped = {path.name: MappedFile(path) for path in _shard_paths(directory)}
-    shards = {name: read_pth_header(file) for name, file in mapped.items()}
+    shards = {path.name: read_pth(path) for path in _shard_paths(directory)}
     _check_shards(directory, args, shards)
     names = {name: name for name in needed_shapes(args)}
     first = next(iter(shards.values()))
     tensors, said = {}, list[str]()
     for name in first.keys() - _IGNORED:
-        places = [(mapped[file], shard[name]) for file, shard in shards.items()]
-        parts = [Weight.mapped(file, place.start, place.shape, place.dtype) for file, place in places]
+        parts = [Weight.mapped(shard[name]) for shard in shards.values()]
         tensors[name] = _merge(directory, name, parts, args, said)
     return assemble(
         directory,
@@ -95,6 +95,18 @@ def open_meta(directory: Path, *, tokenizer_path: Path | None = None, max_seq_le
         says_tied=params.get("tied_head"),
         assumed=assumed,
     )
+
+
+def read_pth(path: Path) -> dict[str, Tensor]:
+    """Return the tensors, by name, that torch.save wrote into a file, mapped from it."""
+    with refusing(path, "is not a .pth file that can be used"):
+        check_regular(os.stat(path).st_mode)
+        content = load_pth(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"it contains a {type(content).__name__} and must contain a dict of tensors by name")
+        tensors = weights_of_file(path, content)
+        check_records(path, tensors.values())
+        return tensors
 
 
 def meta_args(
@@ -172,7 +184,7 @@ def _shard_paths(directory: Path) -> list[Path]:
     return found
 
 
-def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, TensorPlace]]) -> None:
+def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, Tensor]]) -> None:
     """Reject shards with different names, dtypes or shapes, and a number of shards that does not fit the shapes."""
     (first_name, first), *others = shards.items()
     for name, shard in others:
@@ -186,8 +198,8 @@ def _check_shards(directory: Path, args: ModelArgs, shards: dict[str, dict[str, 
             directory,
             f"the shapes need {rows // wq.shape[0]} shards, consolidated.00.pth and so on; found {some_of(shards)}",
         )
-    for name, place in first.items():
-        if any((shard[name].dtype, shard[name].shape) != (place.dtype, place.shape) for _, shard in others):
+    for name, part in first.items():
+        if any((shard[name].dtype, shard[name].shape) != (part.dtype, part.shape) for _, shard in others):
             raise CheckpointError(directory, f"{name} has different dtypes or shapes in the shards")
 
 

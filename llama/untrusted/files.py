@@ -1,7 +1,10 @@
-"""Open and read regular files and texts, without reading more than a limit."""
+"""Open, map and read regular files and texts, without reading more than a limit."""
 
+import ctypes
+import mmap
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import BinaryIO
 
@@ -69,3 +72,22 @@ def read_text(path: Path, *, limit: int) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from None
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def mapped(path: Path) -> mmap.mmap:
+    """Return the bytes of a regular file, mapped copy-on-write: unchanged pages are shared between processes."""
+    with open_regular(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise ValueError("it is empty")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def release(address: int, nbytes: int) -> None:
+    """Release the pages of bytes that are mapped from a file; they are read again if they are used again.
+
+    Memory that is not mapped from a file would lose its content.
+    """
+    if sys.platform == "linux":
+        first = address // mmap.PAGESIZE * mmap.PAGESIZE
+        length = address + nbytes - first
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)

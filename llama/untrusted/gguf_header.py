@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from llama.untrusted.errors import refusing
+from llama.untrusted.files import mapped
 from llama.untrusted.gguf_sizes import FILE_BLOCKS, FLOATS, NAMES
-from llama.untrusted.mapped import MappedFile
 from llama.untrusted.words import printable
 
 # Far above every real file, and low enough that rejecting a malicious one takes little time and memory.
@@ -53,20 +53,20 @@ class Unread:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A checked header: metadata as plain values, and the position of each tensor."""
+    """A checked header: metadata as plain values, the position of each tensor, and the bytes of the whole file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    data: mmap.mmap | bytes
 
 
-def read_gguf_header(file: Path | MappedFile, *, arrays: Collection[str] | None = None) -> GgufHeader:
+def read_gguf_header(path: Path, *, arrays: Collection[str] | None = None) -> GgufHeader:
     """Return the checked header of a file, whose tensors lie side by side without gaps.
 
     `arrays`: the keys whose arrays are returned; others are `Unread`. None: all. Raises CheckpointError.
     """
-    mapped = file if isinstance(file, MappedFile) else MappedFile(file)
-    with refusing(mapped.path, "is not a .gguf file that can be used"):
-        return parse_header(mapped.data, arrays=arrays)
+    with refusing(path, "is not a .gguf file that can be used"):
+        return parse_header(mapped(path), arrays=arrays)
 
 
 def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = None) -> GgufHeader:
@@ -91,7 +91,7 @@ def parse_header(data: mmap.mmap | bytes, *, arrays: Collection[str] | None = No
         if name in tensors:
             raise ValueError(f"repeats the tensor {printable(name)}")
         tensors[name] = _read_tensor_info(cursor, name)
-    return GgufHeader(metadata, _place(tensors, metadata, cursor.at, len(data)))
+    return GgufHeader(metadata, _place(tensors, metadata, cursor.at, len(data)), data)
 
 
 class _Cursor:

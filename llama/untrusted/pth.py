@@ -1,91 +1,73 @@
-"""Read the header of a .pth file without torch.load: the position of each tensor of a dict.
+"""What torch's reader of .pth files does not check: the cost of a pickle, and the places and sizes of the records.
 
-Combines the records of `zip_reader` with the tensors of `pickle_reader`. Reads no weight.
+`torch.load` with `weights_only` runs no code of a file. But a tuple in tuples a million times ends the process when it
+is hashed as a key, one that contains another twice, and so on, takes exponential time, and `bytearray` any memory. With
+`mmap` it compares no sizes: it reads the bytes behind a record that is too short, and compressed bytes as numbers.
 """
 
-import math
-import mmap
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+import pickletools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
+from torch import Tensor
 
-from llama.untrusted.errors import refusing
-from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pickle_reader import REMEDY, PickledTensor, quoted, read_pickle
-from llama.untrusted.zip_reader import Record, read_records
-
-_MAX_PICKLE = 4 << 20
-_MAY_BE_ONE = {"tok_embeddings.weight", "output.weight"}
-_BESIDE = {"version", "byteorder"}  # what torch.save writes beside data.pkl and data/KEY
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """The position of a contiguous tensor: its dtype, its shape, and its first byte in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + math.prod(self.shape) * self.dtype.itemsize
+_REMEDY: Final = "save a dict of tensors with torch.save, or convert the model to safetensors"
+_GLOBALS: Final = (
+    "collections OrderedDict",
+    *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_parameter")),
+    *(f"torch {name}Storage" for name in ("Double", "Float", "Half", "BFloat16")),
+)
+_LARGEST_TUPLE = 64  # values in a tuple and the tuples inside it; those of a tensor have 20
 
 
-def read_pth_header(mapped: MappedFile) -> dict[str, TensorPlace]:
-    """Return the checked positions of all tensors: each lies in a record and overlaps no other.
+def load_pth(path: Path) -> object:
+    """Return what torch.save wrote into a file, with tensors mapped from it. Raises ValueError, or torch's errors."""
+    with ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.compress_type != ZIP_STORED:
+                raise ValueError(f"its record {info.filename!r:.80} is compressed; {_REMEDY}")
+            if info.filename.endswith("/byteorder") and info.file_size != len("little"):
+                raise ValueError(f"its numbers are not little-endian; {_REMEDY} on another machine")
+            archive.open(info).close()  # compares the header of the record, by which torch finds it, with the directory
+    check_pickle(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    content: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return content
 
-    Only a tied head may have the bytes of the embedding. Raises CheckpointError for anything that is not a dict of
-    float32, float16 and bfloat16 tensors as torch.save writes it.
+
+def check_pickle(data: bytes) -> None:
+    """Raise ValueError for what torch.save does not write for a dict of tensors, if it would cost more than its bytes.
+
+    Counts the values in every tuple, by the stack of Python's `pickletools`; no other value that a key may be contains
+    others.
     """
-    with refusing(mapped.path, "is not a .pth file that can be used"):
-        return _read(mapped.data)
+    stack, marks, memo = list[int](), list[int](), dict[object, int]()
+    for operation, argument, _ in pickletools.genops(data):
+        name, before = operation.name, operation.stack_before
+        if name == "GLOBAL" and argument not in _GLOBALS:
+            raise ValueError(f"it names {argument!r:.80}, which no dict of tensors needs; {_REMEDY}")
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name.endswith("PUT"):
+            memo[argument] = stack[-1]
+        elif name.endswith("GET"):
+            stack.append(memo[argument])
+        else:
+            marked = pickletools.markobject in before
+            begin = marks.pop() - before.index(pickletools.markobject) if marked else len(stack) - len(before)
+            size = 1 + sum(stack[begin:]) if "TUPLE" in name else 1
+            if size > _LARGEST_TUPLE:
+                raise ValueError(f"it has a tuple of {size} values, and the limit is {_LARGEST_TUPLE}; {_REMEDY}")
+            stack[begin:] = [size] * len(operation.stack_after)
 
 
-def _read(data: mmap.mmap) -> dict[str, TensorPlace]:
-    records = read_records(data)
-    pickle = records.pop("data.pkl", None)
-    if pickle is None:
-        raise ValueError(f"the archive has no data.pkl; {REMEDY}")
-    if pickle.size > _MAX_PICKLE:
-        raise ValueError(f"data.pkl has {pickle.size} bytes; the limit is {_MAX_PICKLE}")
-    order = records.get("byteorder")
-    if order is not None and data[order.start : min(order.end, order.start + 7)] != b"little":
-        raise ValueError("the byte order is not little-endian; save it on a machine that is")
-    storages = {name.removeprefix("data/"): record for name, record in records.items() if name.startswith("data/")}
-    for name in records:
-        # Names with a dot have torch's data about the archive itself.
-        if not name.startswith(("data/", ".")) and name not in _BESIDE:
-            raise ValueError(f"the archive contains {quoted(name)}, which torch.save does not write; {REMEDY}")
-    return _placed(read_pickle(data[pickle.start : pickle.end]), storages)
-
-
-def _placed(tensors: Mapping[str, PickledTensor], records: Mapping[str, Record]) -> dict[str, TensorPlace]:
-    """Return the positions of the tensors, after checking that each record is exactly one of their storages."""
-    places = {}
-    for name, tensor in tensors.items():
-        storage = tensor.storage
-        record, itemsize = records.get(storage.key), storage.dtype.itemsize
-        if record is None or record.size != storage.numel * itemsize:
-            found = "none" if record is None else f"one of {record.size}"
-            raise ValueError(f"{name} needs a record of {storage.numel * itemsize} bytes, and there is {found}")
-        places[name] = TensorPlace(storage.dtype, tensor.shape, record.start + tensor.offset * itemsize)
-    unused = records.keys() - {tensor.storage.key for tensor in tensors.values()}
-    if unused:
-        raise ValueError(f"the archive's record {quoted(f'data/{min(unused)}')} belongs to no tensor")
-    _check_apart(places)
-    return places
-
-
-def _check_apart(places: Mapping[str, TensorPlace]) -> None:
-    """Raise ValueError if tensors overlap: a small file could then describe a large model.
-
-    In Meta's files several tensors share a storage without overlap. Only a tied head may have the embedding's bytes.
-    """
-    spans = sorted((place.start, place.end, name) for name, place in places.items())
-    for (start, end, name), (next_start, next_end, next_name) in pairwise(spans):
-        tied = (start, end) == (next_start, next_end) and {name, next_name} == _MAY_BE_ONE
-        if next_start < end and not tied:
-            raise ValueError(f"{name} and {next_name} overlap")
+def check_records(path: Path, tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError unless the storages of the tensors, in the order of the file, have the sizes of its records."""
+    with ZipFile(path) as archive:
+        entries = sorted(archive.infolist(), key=lambda info: info.header_offset)
+    records = [info.file_size for info in entries if "/data/" in info.filename]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    if records != [nbytes for _, nbytes in sorted(storages.items())]:
+        raise ValueError("its records have other sizes than its tensors: it is damaged, or has more than tensors")

@@ -1,5 +1,6 @@
-"""A .safetensors file is read as the safetensors package wrote it. The header has its tests in untrusted/."""
+"""A .safetensors file is read as the safetensors package wrote it, and a .pth file as torch.save did."""
 
+import zipfile
 from pathlib import Path
 
 import torch
@@ -7,19 +8,19 @@ from safetensors.torch import load_file, save_file
 from tables import table
 from untrusted.malformed.cases import safetensors
 
-from llama.checkpoint.assemble import Weight
-from llama.checkpoint.huggingface import WEIGHT_DTYPES, read_shard
+from llama.checkpoint.assemble import FLOATS, Weight
+from llama.checkpoint.huggingface import read_shard
+from llama.checkpoint.meta import read_pth
 
 
 def whole(weight: Weight) -> torch.Tensor:
-    """Return all of a weight; a single number, which has no dimensions, is read as one row."""
-    return weight.rows(0, (*weight.shape, 1)[0]).view(weight.shape)
+    return weight.rows(0, weight.shape[0])
 
 
-@table("dtype", WEIGHT_DTYPES.values())
+@table("dtype", FLOATS)
 def test_tensors_are_those_that_the_package_wrote(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "a.safetensors"
-    wanted = {"b": torch.randn(3, 5, 2).to(dtype), "a": torch.tensor(1.5, dtype=dtype), "": torch.randn(7).to(dtype)}
+    wanted = {"b": torch.randn(3, 5, 2).to(dtype), "": torch.randn(7).to(dtype)}
     save_file(wanted, path, metadata={"format": "pt", "é": "\x1b"})
     found = read_shard(path, None)
     assert sorted(found) == sorted(wanted) == sorted(load_file(path))
@@ -35,3 +36,27 @@ def test_data_that_is_not_aligned_is_read(tmp_path: Path) -> None:
     assert len(header) % 4
     path.write_bytes(safetensors(header, data.numpy().tobytes()))
     assert torch.equal(whole(read_shard(path, None)["a"]), data)
+
+
+def test_a_pth_file_is_mapped_whoever_wrote_the_archive(tmp_path: Path) -> None:
+    """Of torch's records most are aligned; those of Python's zipfile are not."""
+    wanted = {"norm.weight": torch.arange(5).bfloat16(), "output.weight": torch.arange(12).view(4, 3) / 7}
+    torch.save(wanted, tmp_path / "torch.pth")
+    with zipfile.ZipFile(tmp_path / "torch.pth") as one, zipfile.ZipFile(tmp_path / "python.pth", "w") as other:
+        for name in one.namelist():
+            if "/." not in name:  # places of records, of newer versions of torch
+                other.writestr(name, one.read(name))
+    for path in tmp_path.iterdir():
+        found = read_pth(path)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+        assert found.keys() == wanted.keys()
+
+
+def test_released_pages_are_read_again(tmp_path: Path) -> None:
+    numbers = torch.arange(100_000.0).view(1000, 100)
+    torch.save({"a": numbers}, tmp_path / "a.pth")
+    save_file({"a": numbers}, tmp_path / "a.safetensors")
+    for weight in (Weight.mapped(read_pth(tmp_path / "a.pth")["a"]), read_shard(tmp_path / "a.safetensors", None)["a"]):
+        for _ in range(2):
+            assert torch.equal(weight.rows(10, 990), numbers[10:990])
+            weight.drop()

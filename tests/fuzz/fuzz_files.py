@@ -3,9 +3,7 @@
 Strategies draw JSON that is nearly valid; binary headers are mutated from malformed and valid files.
 """
 
-import io
 import json
-import math
 import struct
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 from llama.checkpoint import huggingface
 from llama.checkpoint.assemble import needed_shapes
-from llama.checkpoint.huggingface import WEIGHT_DTYPES, weights_header
 from llama.untrusted.errors import CheckpointError
 from llama.untrusted.gguf_header import parse_header as parse_gguf
 from llama.untrusted.json_object import parse_object
@@ -32,20 +29,6 @@ def run_gguf(data: bytes) -> None:
         assert all(0 < begin < end <= len(data) for begin, end in spans)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert all(type(key) is str for key in found.metadata)
-
-
-def run_safetensors(data: bytes) -> None:
-    try:
-        header = weights_header(io.BytesIO(data), len(data))
-    except ValueError as error:
-        _check_message(str(error))
-        return
-    end = 0
-    for span in header.tensors.values():  # with no overlap and no hole
-        assert span.begin == end < span.end
-        assert span.end - span.begin == math.prod(span.shape) * WEIGHT_DTYPES[span.dtype].itemsize
-        end = span.end
-    assert header.data + end == len(data)
 
 
 def run_json(data: bytes) -> None:
@@ -89,7 +72,6 @@ def _check_message(message: str) -> None:
 
 PARSERS: dict[str, Callable[[bytes], None]] = {
     "gguf": run_gguf,
-    "safetensors": run_safetensors,
     "json": run_json,
     "index": run_index,
     "config": run_config,
@@ -151,11 +133,8 @@ def seeds(name: str) -> list[bytes]:
     from untrusted.malformed.cases import (
         BROKEN_JSON,
         GGUF_FILES,
-        SAFETENSORS,
-        entry,
         header,
         number,
-        safetensors,
         tensor,
     )
 
@@ -165,8 +144,5 @@ def seeds(name: str) -> list[bytes]:
     if name == "gguf":
         right = header(number(b"k", 7), tensors=(tensor(),)) + bytes(256)
         return [right, *short(GGUF_FILES)]
-    if name == "safetensors":
-        right = safetensors({"a": entry([2], 0, 8), "b": entry([1], 8, 12)}, bytes(12))
-        return [right, *short(SAFETENSORS)]
     right = _as_json(_VALID_CONFIG if name == "config" else {"weight_map": {"a": "a.safetensors"}})
     return [right, *short(BROKEN_JSON)]

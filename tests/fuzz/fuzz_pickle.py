@@ -1,16 +1,13 @@
 """Malicious bytes as a data.pkl, and as a whole .pth file.
 
-What is accepted must be what Python's unpickler and torch.load return; it names only what torch.save names, so that
-they may read it. What is refused must have a message.
+What is accepted must be what torch reads record by record, without a mapping. What is refused must have a message.
 """
 
 import io
 import os
-import pickle
 import pickletools
 import tempfile
 import zipfile
-from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,24 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from llama.checkpoint.assemble import Weight
+from llama.checkpoint.assemble import same_bits
+from llama.checkpoint.meta import read_pth
 from llama.untrusted.errors import CheckpointError
-from llama.untrusted.mapped import MappedFile
-from llama.untrusted.pickle_reader import PickledTensor, Storage, read_pickle
-from llama.untrusted.pth import read_pth_header
 
 
 def run(data: bytes) -> None:
-    """Read the bytes as a data.pkl."""
-    try:
-        tensors = read_pickle(data)
-    except ValueError as error:
-        _check_refusal(error)
-        return
-    for name, tensor in tensors.items():
-        assert name.isprintable()
-        assert 0 <= tensor.offset <= tensor.offset + tensor.numel <= tensor.storage.numel
-    assert tensors == unpickled(data)
+    """Read the bytes as the data.pkl of an archive."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(ARCHIVES[0])) as opened, zipfile.ZipFile(buffer, "w") as made:
+        for name in opened.namelist():
+            made.writestr(name, data if name.endswith("/data.pkl") else opened.read(name))
+    run_archive(buffer.getvalue())
 
 
 def run_archive(data: bytes) -> None:
@@ -43,77 +34,18 @@ def run_archive(data: bytes) -> None:
     path = Path(tempfile.gettempdir()) / f"fuzzed-{os.getpid()}.pth"
     path.write_bytes(data)
     try:
-        mapped = MappedFile(path)
-        places = read_pth_header(mapped)
+        tensors = read_pth(path)
     except CheckpointError as error:
-        _check_refusal(error.__cause__)
+        _check_refusal(str(error))
         return
-    theirs = _loaded_by_torch(path)
-    if theirs is None:
-        return
-    assert list(places) == list(theirs)
-    for name, place in places.items():
-        assert 0 <= place.start < place.end <= len(data)
-        ours = Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        assert same_bits(ours, theirs[name])
+    theirs = torch.load(path, map_location="cpu", weights_only=True)
+    assert list(tensors) == list(theirs)
+    assert all(same_bits(tensor, theirs[name].detach()) for name, tensor in tensors.items())
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    """Return what our readers find in a .pth file."""
-    mapped = MappedFile(path)
-    return {
-        name: Weight.mapped(mapped, place.start, place.shape, place.dtype).rows(0, place.shape[0])
-        for name, place in read_pth_header(mapped).items()
-    }
-
-
-def _loaded_by_torch(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return what torch loads, or None where it stumbles over a record that says nothing of the weights."""
-    try:
-        content: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=False)
-    except (RuntimeError, ValueError) as error:
-        if any(
-            words in str(error)
-            for words in ("parse the version", "supported version", "invalid literal for int", "codec can't decode")
-        ):
-            return None
-        raise
-    return content
-
-
-def _check_refusal(error: BaseException | None) -> None:
-    assert type(error) is ValueError, repr(error)  # of ours: those of Python's own functions are of a finer type
-    assert str(error).isprintable(), repr(error)
-    assert len(str(error)) < 1000, repr(error)
-
-
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    theirs = theirs.detach()
-    same = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-    return same and torch.equal(ours.clone().view(torch.uint8), theirs.clone().view(torch.uint8))
-
-
-class _Reference(pickle.Unpickler):
-    """Python's own unpickler, with functions that note what they are called with."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return {
-            "OrderedDict": OrderedDict,
-            "FloatStorage": torch.float32,
-            "HalfStorage": torch.float16,
-            "BFloat16Storage": torch.bfloat16,
-            "_rebuild_tensor_v2": lambda storage, offset, shape, strides, *_: PickledTensor(
-                storage, offset, shape, strides
-            ),
-            "_rebuild_parameter": lambda tensor, *_: tensor,
-        }[name]
-
-    def persistent_load(self, pid: Any) -> Storage:
-        return Storage(pid[1], pid[2], pid[4])
-
-
-def unpickled(data: bytes) -> dict[str, PickledTensor]:
-    return dict(_Reference(io.BytesIO(data)).load())
+def _check_refusal(message: str) -> None:
+    assert message.isprintable(), message
+    assert len(message) < 1000, message
 
 
 # ---- nearly valid pickles --------------------------------------------------------------------------------------------

@@ -318,7 +318,7 @@ _AUDIT = "safetensors, attacks/ of its repository"
 
 
 def _many_empty() -> bytes:
-    return safetensors(b"{%s}" % b",".join(b'"%d":%s' % (i, _NONE) for i in range(100_000)))
+    return safetensors(b"{%s}" % b",".join(b'"%d":%s' % (i, _NONE) for i in range(60_000)))
 
 
 def _many_unknown() -> bytes:
@@ -335,7 +335,7 @@ SAFETENSORS: dict[str, tuple[str, Content]] = {
     "whose header is a list": (TYPES, safetensors([1])),
     "whose header is nested": ("CWE-674", safetensors(b"[" * 100_000)),
     "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
-    "with 100,000 empty tensors": ("case 10", _many_empty),
+    "with 60,000 empty tensors": ("case 10", _many_empty),
     "with an empty tensor": (_AUDIT, safetensors({"a": entry([0, 1], 0, 0)})),
     "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
     "with 10,000 unknown tensors": ("case 11", _many_unknown),
@@ -581,10 +581,12 @@ class _Global:
         return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"X" + text + b"\x85R."
 
 
-def _archive(path: Path, pickled: bytes, *, records: Mapping[str, bytes] | None = None, kind: int = 0) -> None:
+def _archive(
+    path: Path, pickled: bytes, *, records: Mapping[str, bytes] | None = None, kind: int = 0, order: str = "little"
+) -> None:
     with zipfile.ZipFile(path, "w", compression=kind) as archive:
         archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/byteorder", order)
         archive.writestr("archive/version", "3\n")
         for name, data in (records or {}).items():
             archive.writestr(f"archive/{name}", data)
@@ -599,17 +601,30 @@ def _tar(path: Path) -> None:
             archive.addfile(info, io.BytesIO(content))
 
 
-def _rezipped(path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]]) -> None:
+def _rezipped(path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]], kind: int = 0) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", compression=kind) as archive:
         for name, data in entries:
             for new_name, new_data in change(name, data):
                 archive.writestr(new_name, new_data)
 
 
+def _unchanged(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    yield name, data
+
+
 def _shortened(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     yield name, data[: len(data) // 2] if name.endswith("data/3") else data
+
+
+def _exchanged(path: Path) -> None:
+    """Exchange two records of different sizes, so that the sizes of all records stay the same."""
+    with zipfile.ZipFile(path) as archive:
+        first, other = (next(name for name in archive.namelist() if name.endswith(key)) for key in ("data/0", "data/1"))
+        data = {first: archive.read(other), other: archive.read(first)}
+    assert len(data[first]) != len(data[other])
+    _rezipped(path, lambda name, old: iter([(name, data.get(name, old))]))
 
 
 def _leading_out(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -637,7 +652,8 @@ def _with_a_note() -> torch.Tensor:
 
 _IN_NO_RECORD = b"\x80\x02}X\x0b\0\0\0norm.weightctorch\nFloatTensor\nK\x20\x85Rs."
 _BYTEARRAY = b"\x80\x02}X\1\0\0\0ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs."
-_DOUBLED = b"\x80\x02})" + b"2\x86" * 60 + b"K\1s."
+_DOUBLED = b"\x80\x02]()q\0" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60)) + b"e}h\x3cK\1s."
+_DEEP = b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\1s."
 
 
 def _pickled(pickled: bytes, **more: Any) -> Callable[[Path], object]:
@@ -667,6 +683,7 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
     "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
+    "with two records exchanged": ("CVE-2026-24747", _exchanged),
     "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
     "with a sparse tensor": ("CVE-2025-62164", _saved(lambda: {"norm.weight": torch.eye(32).to_sparse()})),
     "with 2^40 numbers out of one": ("CVE-2026-7482", _saved(lambda: {"norm.weight": torch.ones(1).expand(1 << 40)})),
@@ -674,7 +691,14 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "with tensors that overlap": ("CWE-436", _saved(_shared)),
     "with a tensor on the meta device": ("case 4", _saved(lambda: {"norm.weight": torch.ones(32, device="meta")})),
     "whose pickle doubles a tuple 60 times": ("case 1", _pickled(_DOUBLED)),
+    "whose pickle puts a tuple in tuples a million times": ("CWE-674", _pickled(_DEEP)),
     "whose pickle makes 2 GB of bytes": ("case 2", _pickled(_BYTEARRAY)),
+    "with big-endian numbers": ("CWE-436", _pickled(b"\x80\x02}.", order="big")),
+    "with numbers that are negated when they are read": (
+        "CWE-436",
+        _saved(lambda: {"norm.weight": torch._neg_view(torch.ones(32))}),
+    ),
+    "with compressed records": ("CWE-436", lambda path: _rezipped(path, _unchanged, zipfile.ZIP_DEFLATED)),
     "whose pickle makes 130,000 dicts in tuples": (RESOURCES, _pickled(b"\x80\x02" + b"}\x85" * 130_000 + b".")),
     "with a tensor that has attributes": ("case 3", _saved(lambda: {"norm.weight": _with_a_note()})),
     "with a tensor in no record": ("case 4", _pickled(_IN_NO_RECORD, records={"data/0": bytes(128)})),
