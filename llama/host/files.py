@@ -5,7 +5,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -77,16 +77,14 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def replace_private(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Write or replace a file, which only its owner may read, as a whole.
+@contextmanager
+def replacing_private(path: Path) -> Iterator[Path]:
+    """Do as `replacing`, with an empty file that only its owner may read, which is written to disk at the end.
 
-    If the path is a link, the file that it leads to is replaced. Raises OSError if the file cannot be written, or is a
-    device, a pipe or a directory; it then stays unchanged.
+    Raises OSError if the path is a device, a pipe or a directory; it then stays unchanged.
     """
     with replacing(path) as new, open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
+        yield new
         os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
 
 

@@ -3,8 +3,7 @@
 Keys and values are valid for one model only, so the file has digests of the model, and loading rejects any other model.
 The file names a kind of cache, never code, and is never unpickled.
 
-Format: `untrusted/safetensors_header.py`; the facts are stored as a JSON text in the metadata. The safetensors library
-maps files into memory, and a mapped file that is truncated ends the process; so files are read here.
+Format: safetensors; the facts are stored as a JSON text in the metadata, with a digest of it and one of the tensors.
 Knows tensors and files; does not know the Session, the tensors of a kind of cache, or what decides a model's numbers.
 """
 
@@ -15,34 +14,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from llama.host.files import replace_private
-from llama.host.machine import available_memory
+from llama.host.files import replacing_private
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named, read_kind
 from llama.sessions.digest import digest_of, digest_of_text
 from llama.sessions.origin import check_origin, fingerprint, origin, weights_digest
 from llama.streaming import TextCodec
 from llama.switches import Switches
-from llama.untrusted.files import open_regular
-from llama.untrusted.safetensors_header import Span, read_header
+from llama.untrusted.files import check_regular
 from llama.untrusted.words import printable
 
 logger = logging.getLogger(__name__)
 
 FORMAT, VERSION = "llama-kv session", "1"
-_HEADER_LIMIT = 1 << 24  # bytes, at least 64 a tensor; the note, which may be any text, is a part of it
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LIMIT = 1 << 24  # bytes, most of them a note; the library reads six times as many
 # The facts, which are the values besides the tensors: those of Content, those of `origin`, and digests.
 _OWN = {"kv_cache": str, "max_seq_len": int, "bound": int | None, "held": int, "written": int, "note": str | None}
 _TYPES = {
@@ -106,7 +98,9 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
     _check_alone(model)
     if not isinstance(content.note, str | None):
         raise ValueError(f"session.note={content.note!r:.80} must be a text or None")
-    tensors = _tensors(content)
+    tensors = {"ids": torch.tensor(content.ids, dtype=torch.int64, device="cpu")}
+    tensors |= {} if content.logits is None else {"logits": content.logits}
+    tensors |= {f"layers.{n}.{name}": part for n, state in enumerate(content.layers) for name, part in state.items()}
     facts = {
         **{name: getattr(content, name) for name in _OWN},
         **origin(model),
@@ -115,44 +109,23 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
         "tensors": digest_of(sorted(tensors.items())),
         "execution": str(model.execution_with(content.kv_cache)),
     }
+    text = json.dumps(facts)
+    if len(text) > _HEADER_LIMIT:
+        raise ValueError(
+            f"the header would have {len(text)} bytes, and the limit is {_HEADER_LIMIT}; shorten session.note"
+        )
+    metadata = {"format": FORMAT, "version": VERSION, "session": text, "digest": digest_of_text(text)}
+    apart = {name: _copied(tensor) for name, tensor in tensors.items()}
     try:
-        replace_private(Path(path), (_header(facts, tensors), *map(_bytes_of, tensors.values())))
-    except (OSError, ValueError) as error:
+        with replacing_private(Path(path)) as new:
+            save_file(apart, new, metadata)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the session cannot be saved as {Path(path)}: {_reason(error)}") from error
 
 
-def _tensors(content: Content) -> dict[str, Tensor]:
-    """Return the file's tensors by name, on the CPU; the widest dtypes come first, so that all are aligned."""
-    named = {"ids": torch.tensor(content.ids, dtype=torch.int64, device="cpu")}
-    if content.logits is not None:
-        named["logits"] = content.logits
-    for layer, state in enumerate(content.layers):
-        named |= {f"layers.{layer}.{name}": tensor for name, tensor in state.items()}
-    if strange := {name: tensor.dtype for name, tensor in named.items() if tensor.dtype not in _NAMES}:
-        raise ValueError(f"kv_cache={content.kv_cache!r} has tensors of dtypes that a file cannot store: {strange}")
-    named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    return dict(sorted(named.items(), key=lambda item: -item[1].itemsize))
-
-
-def _header(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes before those of the tensors."""
-    text = json.dumps(facts)
-    metadata = {"format": FORMAT, "version": VERSION, "session": text, "digest": digest_of_text(text)}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if (size := len(encoded)) > _HEADER_LIMIT:
-        raise ValueError(f"the header would have {size} bytes, and the limit is {_HEADER_LIMIT}; shorten session.note")
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy on the CPU; the library rejects tensors that share memory."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -165,48 +138,54 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
     """
     _check_alone(model)
     try:
-        with open_regular(Path(path)) as file:
-            facts, spans = _read_facts(file)
-            _check_kind(facts["kv_cache"])
-            check_origin(model, facts)
-            execution = str(model.execution_with(facts["kv_cache"]))
-            if facts["execution"] not in (None, execution):
-                logger.info(
-                    "the session was computed by: %s; this model computes by: %s, which may round differently",
-                    printable(facts["execution"], 120),
-                    execution,
-                )
-            if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts["tokenizer"]:
-                raise ValueError(
-                    "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"
-                )
-            tensors = _read_tensors(file, facts["tensors"], spans, model)
+        facts, tensors = _read(Path(path))
+        _check_kind(facts["kv_cache"])
+        check_origin(model, facts)
+        execution = str(model.execution_with(facts["kv_cache"]))
+        if facts["execution"] not in (None, execution):
+            logger.info(
+                "the session was computed by: %s; this model computes by: %s, which may round differently",
+                printable(facts["execution"], 120),
+                execution,
+            )
+        if tokenizer is not None and fingerprint(tokenizer, model.args.vocab_size) != facts["tokenizer"]:
+            raise ValueError(
+                "it was saved with another tokenizer, whose ids are another text; give that one, or none for ids"
+            )
         if weights_digest(model) != facts["weights"]:
             raise ValueError(
                 "it was saved with other weights, or in another layout (quantize); load the model as it was"
             )
         return _content(facts, tensors, model), IdsOnly(facts["tokenizer"]) if tokenizer is None else tokenizer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the session {Path(path)} cannot be loaded: {_reason(error)}") from error
 
 
-def _read_facts(file: BinaryIO) -> tuple[dict[str, Any], dict[str, Span]]:
-    """Return the facts, and the tensors' spans in order. The file's next byte is the first tensor's."""
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the facts, and the tensors on the CPU, with their saved bits."""
+    check_regular(os.stat(path).st_mode)
     try:
-        size, dtypes = os.fstat(file.fileno()).st_size, {name: dtype.itemsize for name, dtype in _DTYPES.items()}
-        header = read_header(file, size, dtypes=dtypes, header_limit=_HEADER_LIMIT, tensor_limit=1 << 18, most_of={})
-    except ValueError as error:
+        with torch.inference_mode(False), safe_open(path, framework="pt") as file:  # else no call could write the cache
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
         raise ValueError(f"it is not a session, or is damaged: {error}") from error
-    metadata = header.metadata
     if metadata.get("format") != FORMAT:
         raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
     if (version := metadata.get("version")) != VERSION:
         raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
+    facts = _facts(metadata)
+    if digest_of(sorted(tensors.items())) != facts["tensors"]:
+        raise _damaged("its tensors")
+    return facts, tensors
+
+
+def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         if digest_of_text(metadata["session"]) == metadata["digest"]:
             facts = {"execution": None, **json.loads(metadata["session"])}
             if _are_valid(facts):
-                return facts, header.tensors
+                return facts
     except (KeyError, ValueError, TypeError, RecursionError):
         pass
     raise _damaged("its description in the header")
@@ -234,24 +213,6 @@ def _check_kind(kv_cache: str) -> None:
                 f"it was saved with kv_cache={named!r:.80}, a kind that is not known here; register it first: "
                 "import or run the file that defines it"
             )
-
-
-def _read_tensors(file: BinaryIO, digest: str, spans: Mapping[str, Span], model: Switches) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, with their saved bits."""
-    size = max((span.end for span in spans.values()), default=0)
-    for device in {torch.device("cpu"), model.device}:
-        free = available_memory(device)
-        if free is not None and size > free:
-            raise ValueError(f"it has {size} bytes of tensors, more than the {free} free on {device}; free some")
-    tensors = {}
-    with torch.inference_mode(False):  # else the cache could not be written outside inference mode
-        for name, span in spans.items():
-            tensors[name] = torch.empty(span.shape, dtype=_DTYPES[span.dtype], device="cpu")
-            if span.end - span.begin != file.readinto(_bytes_of(tensors[name])):  # type: ignore[attr-defined]
-                raise ValueError("it was truncated while it was read")
-    if digest_of(sorted(tensors.items())) != digest:
-        raise _damaged("its tensors")
-    return tensors
 
 
 def _content(facts: Mapping[str, Any], tensors: dict[str, Tensor], model: Switches) -> Content:
@@ -288,7 +249,7 @@ def _check_alone(model: Switches) -> None:
         )
 
 
-def _reason(error: OSError | ValueError) -> str:
+def _reason(error: Exception) -> str:
     """Return the system's message without the path, which our message contains."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 

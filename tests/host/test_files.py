@@ -15,7 +15,7 @@ from commands import Command
 from llama.bench.cell import Cell
 from llama.cli import benchmark_inference
 from llama.host import console
-from llama.host.files import check_writable, replace_file, replace_private
+from llama.host.files import check_writable, replace_file, replacing_private
 from llama.untrusted.files import read_text
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are POSIX's")
@@ -75,7 +75,11 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     link.symlink_to(target)
     for content in (b"new", b"newer", b"private"):  # at first the link leads to nothing
         check_writable(link)
-        replace_private(link, [content]) if content == b"private" else replace_file(link, content)
+        if content == b"private":
+            with replacing_private(link) as new:
+                new.write_bytes(content)
+        else:
+            replace_file(link, content)
         assert (link.is_symlink(), target.read_bytes()) == (True, content)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "link", "target"]
 
@@ -90,8 +94,8 @@ def test_paths_that_are_no_regular_files_are_refused_and_stay(tmp_path: Path) ->
             with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
                 write(tmp_path / name)
     for name in ("pipe", "loop", "."):  # not a device: root would lose it if this claim failed
-        with pytest.raises(OSError, match=r"regular file|directory|symbolic links"):
-            replace_private(tmp_path / name, [b"x"])
+        with pytest.raises(OSError, match=r"regular file|directory|symbolic links"), replacing_private(tmp_path / name):
+            pass
     assert (tmp_path / "pipe").is_fifo()
     assert Path(os.devnull).is_char_device()
 

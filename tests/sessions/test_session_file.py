@@ -242,7 +242,7 @@ def test_a_save_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
-        with pytest.raises(ValueError, match=f"cannot be saved as {path}: File too large"):
+        with pytest.raises(ValueError, match=f"cannot be saved as {path}: .*File too large"):
             session.save(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -514,24 +514,15 @@ def test_a_file_that_was_cut_or_grew_is_refused(saved: tuple[Transformer, Path])
     raw = path.read_bytes()
     for left in (len(raw) - 1, len(raw) // 2, 3000, 1000, 9, 8, 1):
         path.write_bytes(raw[:left])
-        refused(model, path, "is truncated|is not a session")
-    path.write_bytes(raw[:-8])
-    size = len(parts(path)[1])
-    refused(model, path, rf"damaged: its tensors need {size + 8} bytes, and {size} follow the header: it is truncated")
-    path.write_bytes(raw + b"more")
-    refused(model, path, rf"damaged: its tensors need {size + 8} bytes, and {size + 12} follow the header")
+        refused(model, path, "it is not a session, or is damaged")
+    for other in (raw[:-8], raw + b"more"):
+        path.write_bytes(other)
+        refused(model, path, "it is not a session, or is damaged: .*file not fully covered")
 
 
 def test_another_version_is_refused(saved: tuple[Transformer, Path]) -> None:
     with_header(saved[1], lambda header: header["__metadata__"].update(version="2"))
     refused(*saved, "version '2', this library reads 1; feed the text again")
-
-
-def test_tensors_larger_than_the_memory_are_refused(
-    saved: tuple[Transformer, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("llama.sessions.file.available_memory", lambda device: 1000)
-    refused(*saved, r"has \d+ bytes of tensors, more than the 1000 free on cpu")
 
 
 def with_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
