@@ -10,7 +10,7 @@ from importlib.util import find_spec
 OLDEST = (3, 11)
 # What `dependencies` in pyproject.toml installs, by the names of their modules.
 NEEDED = (
-    *("torch", "tiktoken", "tokenizers", "sentencepiece", "jinja2", "fairscale"),
+    *("torch", "tiktoken", "tokenizers", "jinja2", "fairscale"),
     *("fire", "numpy", "safetensors", "gguf", "tqdm", "matplotlib"),
 )
 

@@ -262,6 +262,23 @@ def _bytes_of(text: str) -> bytes:
     return bytes([int(text[3:5], 16)]) if BYTE_TOKEN.fullmatch(text) else text.replace(SPACE_MARK, " ").encode()
 
 
+def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that gives a third, the third with the highest score first, as SentencePiece merges.
+
+    Raises ValueError for two such tokens with one score: SentencePiece would first merge the one on the left.
+    """
+    place = {text: number for number, text in enumerate(scores)}
+    merges, before = list[tuple[str, str]](), ""
+    for text in sorted(scores, key=scores.__getitem__, reverse=True):
+        found = [at for at in range(1, len(text)) if text[:at] in place and text[at:] in place]
+        found.sort(key=lambda at: (place[text[:at]], place[text[at:]]))
+        merges += [(text[:at], text[at:]) for at in found]
+        if found and before and scores[before] == scores[text]:
+            raise ValueError(f"tokens {before!r:.80} and {text!r:.80} have one score, which is not supported")
+        before = text if found else before
+    return merges
+
+
 def _check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> None:
     if len(merges) > MAX_MERGES:
         raise ValueError(f"{len(merges)} merges are more than the limit of {MAX_MERGES}")

@@ -1,40 +1,30 @@
 """SentencePiece vocabularies: Meta's tokenizer.model for Llama 1 and 2, and those in GGUF files.
 
-The library gets a model that is written from the checked pieces, never the file.
+Scores become merges, and `tokenizers` encodes.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING
 
-from llama.tokenizer.vocabulary import (
-    SPACE_MARK,
-    GgufTokens,
-    Vocabulary,
-    library_errors,
-    parts,
-    reject_unrepresentable,
-)
+from llama.tokenizer.bpe import Added, BpeCodec, Spaces, merges_by_score
+from llama.tokenizer.vocabulary import SPACE_MARK, GgufTokens, Vocabulary, parts
 from llama.untrusted.model_proto import (
     BYTE,
     CONTROL,
     NORMAL,
     UNKNOWN,
     UNUSED,
+    USER_DEFINED,
     ModelProto,
     Piece,
     read_model_proto,
-    write_model_proto,
 )
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
 
 
 def read_sentencepiece(data: bytes) -> Vocabulary:
     """Return the vocabulary in the content of a file. Raises ValueError."""
     proto = read_model_proto(data)
+    if unused := [piece.text for piece in proto.pieces if piece.kind == UNUSED]:
+        raise ValueError(f"token {unused[0]!r:.80} is unused, and SentencePiece would split it; remove such tokens")
     special = {piece.text: i for i, piece in enumerate(proto.pieces) if piece.kind in (CONTROL, UNKNOWN)}
     return Vocabulary(
         codec=SentencePieceCodec(proto, special, {}),
@@ -64,17 +54,26 @@ def _bytes_of(piece: Piece) -> bytes:
 
 
 class SentencePieceCodec:
-    """Encodes by `sentencepiece` the text between user tokens and allowed special tokens.
+    """Encodes the text between user tokens and allowed special tokens.
 
-    Text behind such a token gets a space before it, too, as in llama.cpp and transformers.
+    Text behind such a token gets a space before it, too, as in llama.cpp and transformers. Tokens that the file itself
+    calls user-defined are found by the library, and get none, as in SentencePiece.
     """
 
     sentencepiece, shortens = True, False
 
     def __init__(self, proto: ModelProto, special_tokens: Mapping[str, int], user_tokens: Mapping[str, int]) -> None:
         self.proto, self._special_tokens, self._user_tokens = proto, special_tokens, user_tokens
-        self._known = {piece.text for piece in proto.pieces if piece.kind not in (CONTROL, UNKNOWN)}
-        self._processor  # noqa: B018  builds the library's model now, so that its errors appear on opening
+        kinds = {kind: {p.text: i for i, p in enumerate(proto.pieces) if p.kind == kind} for kind in range(1, 7)}
+        scores = {text: proto.pieces[i].score for text, i in kinds[NORMAL].items()}
+        users = [Added(text, i, special=False) for text, i in kinds[USER_DEFINED].items()]
+        self._bpe = BpeCodec(
+            kinds[NORMAL] | kinds[BYTE],
+            merges_by_score(scores),
+            users,
+            Spaces(metaspace=False, scheme="never", split=False, strips=False),
+            byte_fallback=proto.byte_fallback,
+        )
 
     def encode(self, text: str, special: frozenset[str], *, begins: bool) -> list[int]:
         ids: list[int] = []
@@ -82,31 +81,11 @@ class SentencePieceCodec:
         for place, part in enumerate(parts(text, whole)):
             if isinstance(part, int):
                 ids.append(part)
-                continue
-            space = " " if self.proto.add_dummy_prefix and (begins or place > 0) else ""
-            with library_errors("sentencepiece", f"encode the text that begins {part[:40]!r}"):
-                found = self._processor.encode(space + part)
-            if len(self.proto.pieces) in found:
-                reject_unrepresentable(
-                    set(part.replace(" ", SPACE_MARK)) - self._known, "it has no tokens for them, nor for bytes"
-                )
-            ids.extend(found)
+            else:
+                space = " " if self.proto.add_dummy_prefix and (begins or place > 0) else ""
+                marked = (space + part).replace(" ", SPACE_MARK)  # as user-defined tokens are written
+                ids.extend(self._bpe.encode(marked, frozenset(), begins=False))
         return ids
-
-    @cached_property
-    def _processor(self) -> "SentencePieceProcessor":
-        """The library with the pieces and one more for unknown characters: the file's own is a special token.
-
-        It adds no space before a text, because texts that continue another one have none.
-        """
-        from sentencepiece import SentencePieceProcessor
-
-        pieces = [replace(piece, kind=CONTROL) if piece.kind == UNKNOWN else piece for piece in self.proto.pieces]
-        texts = {piece.text for piece in pieces}
-        unknown = next(text for i in range(len(texts) + 1) if (text := f"<unknown {i}>") not in texts)
-        proto = replace(self.proto, pieces=[*pieces, Piece(unknown, 0.0, UNKNOWN)], add_dummy_prefix=False)
-        with library_errors("sentencepiece", "take this vocabulary"):
-            return SentencePieceProcessor(model_proto=write_model_proto(proto))
 
     def to_gguf(self) -> GgufTokens:
         facts = {"model": "llama", "add_space_prefix": self.proto.add_dummy_prefix}

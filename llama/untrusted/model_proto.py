@@ -1,7 +1,6 @@
-"""Read and write SentencePiece's file, a ModelProto in protobuf's encoding.
+"""Read SentencePiece's file, a ModelProto in protobuf's encoding: the fields that decide on ids.
 
-Reads the fields that decide on ids (https://github.com/google/sentencepiece, src/sentencepiece_model.proto). Only these
-are written again, so the library gets nothing that was not checked.
+Source: https://github.com/google/sentencepiece, src/sentencepiece_model.proto.
 """
 
 import math
@@ -200,40 +199,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & (1 << 64) - 1, at + place + 1
     raise ValueError(f"the number at byte {at} has more than 10 bytes")
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def write_model_proto(proto: ModelProto) -> bytes:
-    """Return the bytes of a model, without its name and self-test data."""
-    pieces = b"".join(
-        _message(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))
-        for piece in proto.pieces
-    )
-    unknown = next((i for i, piece in enumerate(proto.pieces) if piece.kind == UNKNOWN), 0)
-    trainer = _number(3, _BPE) + _number(4, len(proto.pieces)) + _number(35, proto.byte_fallback)
-    trainer += _number(40, unknown) + _text(45, proto.pieces[unknown].text)
-    normalizer = _text(1, "identity") + _number(3, proto.add_dummy_prefix) + _number(4, 0) + _number(5, 1)
-    return pieces + _message(2, trainer) + _message(3, normalizer)
-
-
-def _number(number: int, value: int) -> bytes:
-    return _encoded(number << 3 | _VARINT) + _encoded(value)
-
-
-def _text(number: int, text: str) -> bytes:
-    return _message(number, text.encode())
-
-
-def _message(number: int, content: bytes) -> bytes:
-    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
-
-
-def _encoded(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -7,6 +7,7 @@ checks have checked in a fraction of one.
 import json
 import os
 import random
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,8 +21,7 @@ import tiktoken
 
 from llama.tokenizer import Tokenizer
 from llama.tokenizer.bpe import BpeCodec
-from llama.tokenizer.sentencepiece_file import SentencePieceCodec
-from llama.untrusted.model_proto import _fields, _message, _number, write_model_proto
+from llama.untrusted.model_proto import _fields
 
 TEXTS = ("", "the other é 😀", " <s>a</s> <|im_end|>\n", "\x00\u2581  1234")
 BETWEEN = b"\0"  # of tokenizer.json and the files beside it, none of which has it
@@ -97,7 +97,6 @@ def _no_library() -> Iterator[None]:
     """Let our code come to the place where it would give a vocabulary to a library, and go on without."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(BpeCodec, "_model", None))
-        stack.enter_context(patch.object(SentencePieceCodec, "_processor", None))
         stack.enter_context(patch.object(tiktoken, "Encoding", dict))
         yield
 
@@ -178,7 +177,7 @@ _GGUFS = [
     _gguf_of("gpt2", _VOCAB, pre="smollm", merges=["a b", "\u0120 a"]),
     _gguf_of("gpt2", _VOCAB, pre="llama3", merges=["a b", "ab ab"]),
     _gguf_of("llama", _PIECES, scores=[-1.0 * i for i in range(8)], add_space_prefix=True),
-    _gguf_of("llama", _PIECES, scores=[0.0] * 8, remove_extra_whitespaces=False, unknown_token_id=0),
+    _gguf_of("llama", _PIECES, scores=[-2.5 * i for i in range(8)], remove_extra_whitespaces=False, unknown_token_id=0),
 ]
 
 
@@ -258,6 +257,26 @@ def _written(number: int, value: int | bytes) -> bytes:
     return b"\x15" + value if number == 2 and len(value) == 4 else _message(number, value)  # the score of a piece
 
 
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _message(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    head = bytes([value & 0x7F | 0x80]) + _varint(value >> 7) if value > 0x7F else b""
+    return head or bytes([value])
+
+
+def _piece(text: str, score: float, kind: int) -> bytes:
+    return _message(1, _message(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+
+
+_KINDS = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_end|>": 4}
+_PROTO = b"".join(_piece(text, -1.0 * i, _KINDS.get(text, 1)) for i, text in enumerate([*_KINDS, *_PIECES]))
+_PROTO += _message(2, _number(3, 2)) + _message(3, _number(4, 0))
 _READERS = {"tokenizer.json": read_json, "tokenizer.model": read_model, "tokenizer.gguf": read_gguf}
 PARSERS: dict[str, Callable[[bytes], object]] = {
     **{name: partial(_run_whole, read) for name, read in _READERS.items()},
@@ -280,5 +299,4 @@ def seeds(name: str) -> list[bytes]:
         return [*map(_as_json, _JSONS), beside]
     path = _folder({}) / "lines"
     write_meta_tokenizer(path)
-    proto = Tokenizer.from_gguf(_GGUFS[2])._vocabulary.codec.proto
-    return [path.read_bytes(), write_model_proto(proto)]
+    return [path.read_bytes(), _PROTO]

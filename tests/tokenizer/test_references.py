@@ -149,9 +149,18 @@ def file_of_pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_ids_of_a_sentencepiece_file_equal_the_library_s_and_come_back(file_of_pieces: Path) -> None:
-    ours = Tokenizer(file_of_pieces)
-    assert_same(plain(ours), library_of(pieces()).encode)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"add_dummy_prefix": False, "vocab_size": 700},
+        {"user_defined_symbols": "camelCase,\u2581the,[INST],  ,>", "vocab_size": 1000},
+    ],
+)
+def test_ids_of_a_sentencepiece_file_equal_the_library_s_and_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pieces(**changes))
+    ours = Tokenizer(tmp_path / "tokenizer.model")
+    assert_same(plain(ours), library_of(pieces(**changes)).encode)
     for text in texts(2000):
         assert ours.decode(plain(ours)(text)) == text.replace("▁", " ")  # its sign for a space
 

@@ -2,17 +2,15 @@
 
 import json
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import Scripted, limits
 from tables import table
-from vocabularies import gguf_of_pieces, huggingface_of_pieces, library_of, pieces, plain, saved, texts
+from vocabularies import gguf_of_pieces, huggingface_of_pieces, pieces, plain, saved, texts
 
 from llama.tokenizer import Tokenizer
-from llama.untrusted.model_proto import ModelProto, Piece, read_model_proto, write_model_proto
 
 FORMS = ("file", "folder", "gguf")
 
@@ -78,20 +76,6 @@ def test_without_bytes_a_text_of_unknown_characters_is_refused_by_name(form: str
 
 # ---- files that are refused ------------------------------------------------------------------------------------------
 
-SMALL = ModelProto(
-    [Piece("<unk>", kind=2), Piece("<s>", kind=3), Piece("</s>", kind=3), Piece("ab"), *map(Piece, "▁ab")],
-    bos_id=1,
-    eos_id=2,
-)
-
-
-def test_a_written_model_is_read_by_the_library_and_the_reader() -> None:
-    written = write_model_proto(SMALL)
-    assert replace(read_model_proto(written), bos_id=1, eos_id=2) == SMALL
-    assert library_of(written).encode("ab") == [4, 3]
-    ours = read_model_proto(pieces())
-    assert library_of(write_model_proto(ours)).encode("the other é 😀") == library_of(pieces()).encode("the other é 😀")
-
 
 def message(number: int, *fields: bytes) -> bytes:
     content = b"".join(fields)
@@ -127,6 +111,8 @@ IDENTITY = message(3, b"\x20\x00")
         (GOOD + piece(b"") + BPE + IDENTITY, "has 0 characters"),
         (GOOD + piece(b"\xff") + BPE + IDENTITY, "utf-8"),
         (GOOD + piece(b"c", kind=3) + BPE + IDENTITY, "special and one character"),
+        (GOOD + piece(b"ab", kind=5) + BPE + IDENTITY, "token 'ab' is unused, and SentencePiece would split it"),
+        (GOOD + piece(b"ab") + piece(b"ba") + BPE + IDENTITY, "tokens 'ab' and 'ba' have one score"),
         (GOOD + piece(b"c", kind=7) + BPE + IDENTITY, "has type 7"),
         (GOOD + piece(b"c", struct.pack("<f", float("nan"))) + BPE + IDENTITY, "the score nan, which is not finite"),
         (GOOD + piece(b"c", struct.pack("<f", float("inf"))) + BPE + IDENTITY, "not finite"),
