@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _BYTE_KIND = 6  # tokenizer.ggml.token_type
 _MAX_VARIANTS = 8
+_MAX_SPLITS = 1 << 24  # places at which tokens can be split into two, at a third of a microsecond each
 _MAX_ADDED_LENGTH = 1 << 19  # characters of all added tokens; twice as many take the library 1 s, 40 times 15 s
 _UNKNOWN = -1  # not an id
 
@@ -267,12 +268,16 @@ def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
 
     Raises ValueError for two such tokens with one score: SentencePiece would first merge the one on the left.
     """
-    place = {text: number for number, text in enumerate(scores)}
+    if (length := sum(map(len, scores))) > _MAX_SPLITS:
+        raise ValueError(f"the tokens have {length} characters; the limit is {_MAX_SPLITS}")
+    place = {text: (number, text) for number, text in enumerate(scores)}
     merges, before = list[tuple[str, str]](), ""
     for text in sorted(scores, key=scores.__getitem__, reverse=True):
-        found = [at for at in range(1, len(text)) if text[:at] in place and text[at:] in place]
-        found.sort(key=lambda at: (place[text[:at]], place[text[at:]]))
-        merges += [(text[:at], text[at:]) for at in found]
+        splits = ((place.get(text[:at]), place.get(text[at:])) for at in range(1, len(text)))
+        found = sorted((left, right) for left, right in splits if left is not None and right is not None)
+        merges += [(left[1], right[1]) for left, right in found]
+        if len(merges) > MAX_MERGES:
+            raise ValueError(f"{len(merges)} merges are more than the limit of {MAX_MERGES}")
         if found and before and scores[before] == scores[text]:
             raise ValueError(f"tokens {before!r:.80} and {text!r:.80} have one score, which is not supported")
         before = text if found else before

@@ -20,6 +20,8 @@ _GLOBALS: Final = (
     *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_parameter")),
     *(f"torch {name}Storage" for name in ("Double", "Float", "Half", "BFloat16")),
 )
+# A tensor takes some 35. The largest supported models need fewer, and at the limit they take half a second.
+_MOST_OPERATIONS = 1 << 18
 _LARGEST_TUPLE = 64  # values in a tuple and the tuples inside it; those of a tensor have 20
 
 
@@ -44,8 +46,10 @@ def check_pickle(data: bytes) -> None:
     others.
     """
     stack, marks, memo = list[int](), list[int](), dict[object, int]()
-    for operation, argument, _ in pickletools.genops(data):
+    for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
         name, before = operation.name, operation.stack_before
+        if count == _MOST_OPERATIONS:
+            raise ValueError(f"it has more than {_MOST_OPERATIONS} operations, the limit for a pickle; {_REMEDY}")
         if name == "GLOBAL" and argument not in _GLOBALS:
             raise ValueError(f"it names {argument!r:.80}, which no dict of tensors needs; {_REMEDY}")
         if name == "MARK":

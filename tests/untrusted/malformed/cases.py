@@ -692,6 +692,10 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "with a tensor on the meta device": ("case 4", _saved(lambda: {"norm.weight": torch.ones(32, device="meta")})),
     "whose pickle doubles a tuple 60 times": ("case 1", _pickled(_DOUBLED)),
     "whose pickle puts a tuple in tuples a million times": ("CWE-674", _pickled(_DEEP)),
+    "whose pickle puts a list in lists 300,000 times": (
+        RESOURCES,
+        _pickled(b"\x80\x02}X\1\0\0\0a" + b"]" * 300_000 + b"a" * 299_999 + b"s."),
+    ),
     "whose pickle makes 2 GB of bytes": ("case 2", _pickled(_BYTEARRAY)),
     "with big-endian numbers": ("CWE-436", _pickled(b"\x80\x02}.", order="big")),
     "with numbers that are negated when they are read": (

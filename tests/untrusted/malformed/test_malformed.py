@@ -89,6 +89,7 @@ EXPLAINED = {
     "a .pth file with a record that is too short": "its records have other sizes than its tensors",
     "a .pth file whose pickle doubles a tuple 60 times": "it has a tuple of 127 values, and the limit is 64",
     "a .pth file whose pickle puts a tuple in tuples a million times": "it has a tuple of 65 values",
+    "a .pth file whose pickle puts a list in lists 300,000 times": "more than 262144 operations",
     "a .pth file whose pickle makes 2 GB of bytes": "it names '__builtin__ bytearray'",
     "a .pth file with a tensor in no record": "it names 'torch FloatTensor'",
     "a .pth file with big-endian numbers": "its numbers are not little-endian",
