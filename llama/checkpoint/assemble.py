@@ -126,7 +126,9 @@ def weights_of_file(path: Path, tensors: Mapping[Any, Any]) -> dict[str, Tensor]
     found = {}
     for name, tensor in tensors.items():
         if type(tensor) not in (Tensor, torch.nn.Parameter) or type(name) is not str:
-            raise CheckpointError(path, f"{name!r:.80} has the type {type(tensor).__name__}; supported: tensors with names")
+            raise CheckpointError(
+                path, f"{name!r:.80} has the type {type(tensor).__name__}; supported: tensors with names"
+            )
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.dtype not in FLOATS:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             what = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"

@@ -4,14 +4,12 @@ A table of functions that write them. "case N" is a row of the table in `docs/se
 """
 
 import base64
-import io
 import json
 import os
 import pickle
 import shutil
 import socket
 import struct
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -313,7 +311,7 @@ def entry(shape: Any = (1,), begin: Any = 0, end: Any = 4, dtype: Any = "F32", *
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **more}
 
 
-_ONE, _NONE = json.dumps(entry()).encode(), json.dumps(entry([0], 0, 0)).encode()
+_NONE = json.dumps(entry([0], 0, 0)).encode()
 _AUDIT = "safetensors, attacks/ of its repository"
 
 
@@ -325,45 +323,20 @@ def _many_unknown() -> bytes:
     return safetensors({f"{ESCAPES}{i}": entry([1], 4 * i, 4 * i + 4) for i in range(10_000)}, bytes(40_000))
 
 
+# What the package rejects has its tests there; here are a few of each kind.
 SAFETENSORS: dict[str, tuple[str, Content]] = {
     "with nothing in it": (TRUNCATED, b""),
-    "that ends in its length": (TRUNCATED, b"\x40\0\0"),
     "whose header has 2^64-1 bytes": ("CVE-2023-37470 of its kind; " + _AUDIT, safetensors({}, length=(1 << 64) - 1)),
     "whose header is longer than the file": (TRUNCATED, safetensors({"a": entry()}, length=4096)),
-    "whose header has no bytes": (TRUNCATED, bytes(64)),
-    "whose header is no JSON": (TRUNCATED, safetensors(b"{'a'}", bytes(4))),
-    "whose header is a list": (TYPES, safetensors([1])),
-    "whose header is nested": ("CWE-674", safetensors(b"[" * 100_000)),
-    "with a tensor twice": ("safetensors #401", safetensors(b'{"a":' + _ONE + b',"a":' + _ONE + b"}", bytes(4))),
     "with 60,000 empty tensors": ("case 10", _many_empty),
     "with an empty tensor": (_AUDIT, safetensors({"a": entry([0, 1], 0, 0)})),
-    "with an empty tensor of 2^62 rows": (_AUDIT, safetensors({"a": entry([1 << 62, 0], 0, 0)})),
     "with 10,000 unknown tensors": ("case 11", _many_unknown),
     "with escapes in a name": (TERMINAL, safetensors({ESCAPES: entry()}, bytes(4))),
     "with a NUL in a name": ("safetensors #748", safetensors({"model.norm.weight\0": entry()}, bytes(4))),
-    "with a name of 1 MB": ("case 11", safetensors({"x" * (1 << 20): entry(dtype="I8")}, bytes(4))),
     "with a hole": (_AUDIT, safetensors({"a": entry(), "b": entry([1], 8, 12)}, bytes(12))),
     "with tensors that overlap": (_AUDIT, safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12))),
-    "with two tensors on the same bytes": (_AUDIT, safetensors({"a": entry(), "b": entry()}, bytes(4))),
-    "that is longer than its tensors": ("CWE-436, two formats in one file", safetensors({"a": entry()}, bytes(64))),
-    "that is shorter than its tensors": (TRUNCATED, safetensors({"a": entry([4], 0, 16)}, bytes(15))),
     "with a shape that does not fit its bytes": ("CVE-2026-7482", safetensors({"a": entry([1000], 0, 4)}, bytes(4))),
-    "with a shape whose size wraps": ("CVE-2025-53630", safetensors({"a": entry([1 << 32, 1 << 32], 0, 0)})),
-    "with offsets from the end to the begin": (_AUDIT, safetensors({"a": entry([1], 4, 0)}, bytes(4))),
-    "with negative offsets": (_AUDIT, safetensors({"a": entry([1], -4, 0)}, bytes(4))),
-    "with offsets of 2^64": (_AUDIT, safetensors({"a": entry([1], (1 << 64) - 4, 1 << 64)}, bytes(4))),
-    "with three offsets": (TYPES, safetensors({"a": entry() | {"data_offsets": [0, 4, 8]}}, bytes(4))),
-    "with floats for offsets": (TYPES, safetensors({"a": entry([1], 0.0, 4.0)}, bytes(4))),
-    "with true in a shape": (TYPES, safetensors({"a": entry([True])}, bytes(4))),
-    "with a shape in words": (TYPES, safetensors({"a": entry("1")}, bytes(4))),
-    "with 1,000 dimensions": ("pytorch #126562 of its kind", safetensors({"a": entry([1] * 1000)}, bytes(4))),
-    "with an unknown dtype": (TYPES, safetensors({"a": entry(dtype="F31")}, bytes(4))),
-    "with a dtype that is a list": (TYPES, safetensors({"a": entry(dtype=["F32"])}, bytes(4))),
     "with whole numbers for weights": (TYPES, safetensors({"a": entry(dtype="I32")}, bytes(4))),
-    "with a tensor that is null": (TYPES, safetensors({"a": None})),
-    "with a tensor that lacks its shape": (TYPES, safetensors({"a": {"dtype": "F32", "data_offsets": [0, 0]}})),
-    "with a tensor that says more": (TYPES, safetensors({"a": entry(code="x")}, bytes(4))),
-    "with numbers for metadata": (TYPES, safetensors({"__metadata__": {"format": 1}, "a": entry()}, bytes(4))),
     "that is a pickle": ("CVE-2025-32434", pickle.dumps({"a": [1.0]})),
 }
 for _what, (_source, _content) in SAFETENSORS.items():
@@ -592,15 +565,6 @@ def _archive(
             archive.writestr(f"archive/{name}", data)
 
 
-def _tar(path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name in ("storages", "tensors", "pickle"):
-            content = _Global("os", "system").pickled()
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-
-
 def _rezipped(path: Path, change: Callable[[str, bytes], Iterator[tuple[str, bytes]]], kind: int = 0) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = [(info.filename, archive.read(info)) for info in archive.infolist()]
@@ -625,12 +589,6 @@ def _exchanged(path: Path) -> None:
         data = {first: archive.read(other), other: archive.read(first)}
     assert len(data[first]) != len(data[other])
     _rezipped(path, lambda name, old: iter([(name, data.get(name, old))]))
-
-
-def _leading_out(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
-    yield name, data
-    if name.endswith("/version"):
-        yield "archive/../../evil", b""
 
 
 def _with_unused(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
@@ -664,24 +622,17 @@ def _saved(make: Callable[[], object], **more: Any) -> Callable[[Path], object]:
     return lambda path: torch.save(make(), path, **more)
 
 
-_ZEROS = {"records": {"data/0": bytes(100 << 20)}, "kind": zipfile.ZIP_DEFLATED}
 _OLD = {"_use_new_zipfile_serialization": False}
 PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "of nothing": (TRUNCATED, lambda path: path.write_bytes(b"")),
     "that calls os.system": ("CWE-502", _pickled(_Global("os", "system").pickled())),
-    "that calls eval": ("CWE-502", _pickled(_Global("builtins", "eval").pickled("1"))),
-    "that calls pip": ("CVE-2025-1716", _pickled(_Global("pip", "main").pickled("x"))),
     "that imports torch.hub": ("CWE-502", _pickled(_Global("torch.hub", "load").pickled("x"))),
     "whose global has escapes": ("case 13", _pickled(_Global("os\x1b]0;x\x07", "system\x1b[2J").pickled())),
-    "of old pickles": ("CVE-2025-32434", lambda path: path.write_bytes(_Global("os", "system").pickled())),
     "in old torch's layout": ("CVE-2025-32434", _saved(lambda: {"a": torch.ones(2)}, **_OLD)),
-    "in a tar archive": ("CVE-2025-32434", _tar),
-    "that unpacks to 100 MB": ("CVE-2019-9674", _pickled(b"\x80\x02}.", **_ZEROS)),
     "whose pickle unpacks to 80 MB": (
         "CVE-2019-9674",
         _pickled(b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
     ),
-    "with an entry that leads out": ("CVE-2007-4559", lambda path: _rezipped(path, _leading_out)),
     "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
     "with two records exchanged": ("CVE-2026-24747", _exchanged),
     "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
@@ -769,7 +720,6 @@ SLOW = {f"tokenizer.model {what}" for what in LONG_TOKENIZERS} | {
     "model.safetensors with 10,000 unknown tensors",
     "a .gguf file with 10,000 unknown tensors",
     "a .pth file with 2,000 unknown tensors",
-    "a .pth file that unpacks to 100 MB",
     "a .pth file whose pickle unpacks to 80 MB",
     "an index of 20,000 tensors that no shard has",
     "config.json of 60,000 keys, one twice",
