@@ -591,6 +591,13 @@ def _exchanged(path: Path) -> None:
     _rezipped(path, lambda name, old: iter([(name, data.get(name, old))]))
 
 
+def _renamed(path: Path) -> None:
+    """Give a record another name in its own header than in the directory, and so another place to the data."""
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\3\4", 0, data.index(b"/data/3")) + 26] -= 1
+    path.write_bytes(data)
+
+
 def _with_unused(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     yield name, data
     if name.endswith("data/3"):
@@ -634,6 +641,7 @@ PTH_FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
         _pickled(b"\x80\x02}." + bytes(80 << 20), kind=zipfile.ZIP_DEFLATED),
     ),
     "with a record that is too short": ("CVE-2026-24747", lambda path: _rezipped(path, _shortened)),
+    "with a record whose header has another length of its name": ("CWE-436", _renamed),
     "with two records exchanged": ("CVE-2026-24747", _exchanged),
     "with a record that no tensor has": ("CWE-436", lambda path: _rezipped(path, _with_unused)),
     "with a sparse tensor": ("CVE-2025-62164", _saved(lambda: {"norm.weight": torch.eye(32).to_sparse()})),

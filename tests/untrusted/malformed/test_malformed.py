@@ -84,6 +84,7 @@ EXPLAINED = {
     "tokenizer.model of 1,100,000 lines": "1100000 lines are more than the limit of 1048320 tokens",
     "tokenizer.model of 15 million fields": "has more than 1,114,112 fields at byte 2228227; this is not",
     "a .pth file with a record that no tensor has": "its records have other sizes than its tensors",
+    "a .pth file with a record whose header has another length of its name": "in directory",
     "a .pth file with two records exchanged": "its records have other sizes than its tensors",
     "a .pth file with a record that is too short": "its records have other sizes than its tensors",
     "a .pth file whose pickle doubles a tuple 60 times": "it has a tuple of 127 values, and the limit is 64",
