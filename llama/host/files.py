@@ -83,9 +83,11 @@ def replacing_private(path: Path) -> Iterator[Path]:
 
     Raises OSError if the path is a device, a pipe or a directory; it then stays unchanged.
     """
-    with replacing(path) as new, open(new, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+    with replacing(path) as new:
+        os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         yield new
-        os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
+        with open(new, "r+b") as file:  # again: the block may have put another file in its place
+            os.fsync(file.fileno())  # else a crash of the machine may leave the name without the content
 
 
 def lock_file(file: BinaryIO, *, wait: bool = False) -> None:

@@ -270,12 +270,12 @@ def merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """
     if (length := sum(map(len, scores))) > _MAX_SPLITS:
         raise ValueError(f"the tokens have {length} characters; the limit is {_MAX_SPLITS}")
-    place = {text: (number, text) for number, text in enumerate(scores)}
+    own = {text: text for text in scores}  # so that merges need no texts of their own
     merges, before = list[tuple[str, str]](), ""
     for text in sorted(scores, key=scores.__getitem__, reverse=True):
-        splits = ((place.get(text[:at]), place.get(text[at:])) for at in range(1, len(text)))
-        found = sorted((left, right) for left, right in splits if left is not None and right is not None)
-        merges += [(left[1], right[1]) for left, right in found]
+        splits = ((own.get(text[:at]), own.get(text[at:])) for at in range(1, len(text)))
+        found = [(left, right) for left, right in splits if left is not None and right is not None]
+        merges += found
         if len(merges) > MAX_MERGES:
             raise ValueError(f"{len(merges)} merges are more than the limit of {MAX_MERGES}")
         if found and before and scores[before] == scores[text]:
