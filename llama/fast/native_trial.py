@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 FASTER = 1.1  # how many times as fast the plain path has to be
 TRIES = 3  # of the two paths in turn, after one that mostly allocates; the fastest counts
-# The timed prompt has so many tokens for each thread, of the first layers with so many weights; fewer tokens if their
-# products with these layers would take a thread more than so many multiplications.
+# The tokens of the timed prompt per thread, the weights of the first layers that compute it, and the most
+# multiplications of a thread: a prompt through one layer of more weights is shorter.
 TOKENS, WEIGHTS, MULTIPLICATIONS = 256, 12_000_000, 10**10
 
 Seconds = tuple[float, float]  # of the plain path, and of native code

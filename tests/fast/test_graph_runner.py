@@ -833,6 +833,7 @@ def test_masked_attention_runs_if_flash_attention_does_not(
     with caplog.at_level(logging.WARNING, "llama"):
         choose._use_graphs(fast.double())
     assert str(fast.execution) == "CUDA graphs of plain kernels, plain prompts"
+    assert str(fast.execution_with("paged")) == "plain"
     assert len(caplog.messages) == 2
     assert all(words.startswith("fast: plain flash kernels are not used: ") for words in caplog.messages)
 

@@ -20,6 +20,7 @@ from llama.fast.native_call import NativeCall
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_trial import plain_prompts
 from llama.model import Transformer
+from llama.rows import Rows
 
 pytestmark = needs_a_compiler
 
@@ -85,12 +86,15 @@ def test_a_prompt_through_large_layers_is_shorter(tmp_path: Path, monkeypatch: p
     assert {call._batch.width for call in runner.calls} == {40}
 
 
-def test_the_plain_path_runs_prompts_and_native_code_steps(tmp_path: Path) -> None:
+def test_the_plain_path_runs_prompts_and_native_code_steps() -> None:
     plain, model = model_of("fp32"), fast_model(plain=True)
     for rows, width in ((1, 2), (9, 15), (1, 1), (9, 1)):
         before, tokens = served(model), some_tokens(rows, width, vocab_size=VOCAB)
         assert torch.equal(model(tokens), plain(tokens)) == (width > 1)
         assert (served(model) > before) == (width == 1)
+    guess = some_tokens(1, 3, vocab_size=VOCAB), Rows.at([0], [3]), model.new_cache()
+    assert isinstance(model.runner, NativeRunner)
+    assert model.runner.prepare(model, *guess, steps=True) is not None, "guesses take the place of steps"
 
 
 def test_the_times_are_stored_for_the_machine_and_the_sizes_and_measured_once(tmp_path: Path) -> None:
