@@ -59,7 +59,7 @@ def _removed(file: str, function: str) -> Hole:
     return Hole(file, function, whole, leave_out)
 
 
-SESSION, QUANTIZED, PUBLISHED = "llama/session.py", "llama/kv_cache/quantized.py", "llama/kv_cache/published.py"
+SESSION, QUANTIZED, PUBLISHED = "llama/texts/session.py", "llama/kv_cache/quantized.py", "llama/kv_cache/published.py"
 SPECULATION, ORACLE = "llama/speculation.py", ("llama/testing.py",)
 CACHE = Exercise("cache", HOLES, HERE / "kit" / "TASK.md", ("",), MISTAKES, diagnose)
 TRUNCATE = _exercise(

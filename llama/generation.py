@@ -11,8 +11,9 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from operator import add, sub
+from os import PathLike
 from time import thread_time
-from typing import Any, Literal, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,15 @@ from llama.args import ModelArgs
 from llama.batch import Batch, Chosen, Token, padded
 from llama.kv_cache import Cache
 from llama.ranks import ALONE, Ranks
-from llama.request import Options, Step, check_scored, check_speculation, listing_options, make_request
+from llama.request import OF_A_BATCH, Options, Step, check_scored, check_speculation, listing_options, make_request
 from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
 from llama.speculation import Width, accepted, width_of
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
+
+if TYPE_CHECKING:
+    from llama.texts.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -332,6 +336,55 @@ class Generation:
         `generate` returns. `results` has the Completions so far.
         """
         return _stream(self, tokenizer, prompts, max_gen_len, stop, options)
+
+    # ---- texts that outlive a call or share the model; llama/texts/ imports this file, so the methods import it ------
+
+    def session(
+        self: LanguageModel, tokenizer: TextCodec, *, max_seq_len: int | None = None, kv_cache: str | None = None
+    ) -> "Session":
+        """Return a new session: a text and its cache.
+
+        `max_seq_len` limits the text, and `kv_cache` names the kind of cache; the defaults are the model's.
+        """
+        from llama.texts.session import Session
+
+        return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
+
+    def load_session(self: Any, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> "Session":
+        """Return the session that `session.save` stored. It continues as if it had never been saved.
+
+        Without a tokenizer the session accepts and returns ids only. Raises ValueError for a file that is not a session
+        or is damaged, and for a session of another model, tokenizer, dtype or mode.
+        """
+        from llama.texts.session import load_session
+
+        return load_session(self, path, tokenizer)
+
+    @listing_options(but=[name for name in OF_A_BATCH if name != "kv_cache"])
+    def generate_many(
+        self: Any,
+        tokenizer: TextCodec,
+        prompts: str | Iterable[str | Sequence[int]],
+        max_gen_len: int = 64,
+        *,
+        stop: str | Sequence[str] = (),
+        rows: int = 16,
+        ordered: bool = False,
+        cache_bytes: int | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continue every prompt; yield (number, Completion) of each as soon as it ends, or in order of the prompts.
+
+        Up to `rows` texts generate at a time; a prompt is taken from the iterable when a row is free, so it may have no
+        end; a str is one prompt. Each text is what it is alone: prompt `i` has the seed `seed + i`. `cache_bytes`
+        limits the bytes of all caches; within them, texts that have ended stay for prompts that begin alike. Raises
+        ValueError for bad input, with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which
+        kinds of cache can be used.
+        """
+        from llama.texts.many import generate_many
+
+        how: Any = {"stop": stop, "rows": rows, "ordered": ordered, "cache_bytes": cache_bytes}
+        return generate_many(self, tokenizer, prompts, max_gen_len, **how, **options)
 
 
 @inferring

@@ -16,12 +16,10 @@ from llama.args import ModelArgs
 from llama.generation import Generation
 from llama.kv_cache import Attended, Cache, KVCache
 from llama.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from llama.many import Many
 from llama.ops import PLAIN, Ops, Scoring, last_real
 from llama.ranks import current_ranks
 from llama.rope import RopeTable, apply_rotary_emb
 from llama.rows import Rows
-from llama.session import Sessions
 from llama.stepper import Runner
 from llama.switches import Switches, check_call
 
@@ -112,7 +110,7 @@ class TransformerBlock(nn.Module):
         return out
 
 
-class Transformer(Switches, Generation, Sessions, Many):
+class Transformer(Switches, Generation):
     """A Llama model. `kv_caching` switches the cache of all layers on or off, at any time between two calls."""
 
     norm: RMSNorm

@@ -88,6 +88,9 @@ class Options(TypedDict, total=False):
     on_step: Callable[[Step], None] | None
 
 
+OF_A_BATCH = ("echo", "kv_caching", "kv_cache", "share_prefix", "prefix", "device", "on_step")  # not of a row
+
+
 def listing_options(*, but: Sequence[str] = ()) -> Callable[[Function], Function]:
     """Return a decorator that adds the Options, except those in `but`, to a function's docstring."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from llama import load
-from llama.many import Writer
+from llama.texts.many import Writer
 
 CONTEXT = 128  # cached positions at which steps are timed
 

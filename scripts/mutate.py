@@ -32,13 +32,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: dict[str, tuple[str, str]] = {
     "core": (
         "llama/args.py llama/rope.py llama/ops.py llama/layers.py llama/rows.py llama/switches.py llama/model.py "
-        "llama/batch.py llama/generation.py llama/streaming.py llama/session.py",
+        "llama/batch.py llama/generation.py llama/streaming.py llama/texts/session.py",
         "tests/test_[abglmos]*.py tests/test_rope.py tests/kv_cache tests/verify/test_certificate.py",
     ),
     "kv_cache": (
         "llama/kv_cache",
         "tests/kv_cache/test_[!ek]*.py tests/kv_cache/test_kvpress.py tests/kv_cache tests/test_generation.py "
-        "tests/test_session.py",
+        "tests/texts/test_session.py",
     ),
     "sampling": (
         "llama/sampling.py llama/request.py",
@@ -50,8 +50,8 @@ ROOMS: dict[str, tuple[str, str]] = {
         "tests/checkpoint tests/untrusted",
     ),
     "texts": (
-        "llama/scheduler.py llama/text_caches.py llama/many.py llama/speculation.py",
-        "tests/test_speculation.py tests/test_scheduler.py tests/test_many.py tests/test_texts_at_once.py",
+        "llama/texts/scheduler.py llama/texts/text_caches.py llama/texts/many.py llama/speculation.py",
+        "tests/test_speculation.py tests/texts",
     ),
     "bench": ("llama/bench", "tests/bench"),
     "cli": ("llama/cli", "tests/cli"),

@@ -21,8 +21,8 @@ if __name__ == "__main__":
 import torch
 
 from llama import cli, load
-from llama.many import steady
-from llama.scheduler import Texts
+from llama.texts.many import steady
+from llama.texts.scheduler import Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},

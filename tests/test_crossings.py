@@ -6,9 +6,7 @@ from native import needs_a_compiler, served
 from tables import cases
 
 from llama.generation import Generation
-from llama.many import Many
 from llama.request import Options
-from llama.session import Sessions
 
 EACH = {  # by default: prompts that every kind cuts, and short ones of each base
     *(("plain", kind, 300) for kind in kinds()),
@@ -32,7 +30,7 @@ REPORTS = {"logprobs", "echo", "on_step", "device"}
 
 
 def test_every_method_and_option_by_which_texts_are_fed_is_in_the_table() -> None:
-    methods = {name for mixin in (Generation, Sessions, Many) for name, of in vars(mixin).items() if callable(of)}
+    methods = {name for name, of in vars(Generation).items() if callable(of)}
     options = Options.__annotations__.keys() - CHOICE - REPORTS
     assert {name for name in methods if name[0] != "_"} - OTHERS | options == OFFERS
 

@@ -22,11 +22,11 @@ from tiny import tiny_model
 
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache
-from llama.many import Writer
 from llama.model import Transformer
 from llama.request import Step
-from llama.scheduler import Texts
-from llama.session import Session
+from llama.texts.many import Writer
+from llama.texts.scheduler import Texts
+from llama.texts.session import Session
 
 few = settings(max_examples=15, derandomize=True, deadline=None)
 VOCAB, MAX_SEQ_LEN = 97, 64

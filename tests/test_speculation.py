@@ -30,8 +30,8 @@ from llama.fast.graph_runner import GraphRunner
 from llama.model import Transformer
 from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
-from llama.scheduler import Texts
 from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
+from llama.texts.scheduler import Texts
 from llama.verify.certificate import measure_run
 from llama.verify.passes import reference_of
 

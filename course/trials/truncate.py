@@ -147,7 +147,7 @@ def _feed_by_a_failing_call(session: Any, ids: list[int]) -> None:
 
 
 def install(*wrong: str) -> None:
-    from llama.session import Session
+    from llama.texts.session import Session
 
     def _begin(self: Any, end: int) -> int:
         begin: int = min(self._cached_len, end - ("newest-not-fed" not in wrong)) + ("one-skipped" in wrong)

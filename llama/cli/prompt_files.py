@@ -23,7 +23,7 @@ from llama.host import console
 from llama.host.files import check_writable, lock_file, naming, replacing
 from llama.host.parts import own_part
 from llama.host.progress import progress_bar
-from llama.many import Writer, steady
+from llama.texts.many import Writer, steady
 from llama.untrusted.files import open_regular
 
 Arguments = Callable[[Question], dict[str, Any]]  # a line -> the arguments of `Writer.add`
@@ -248,7 +248,7 @@ def answer_file(
     rows: how many texts run at a time. speculate: how tokens are guessed; no answer depends on it.
     date: the day that a chat template prints; None: that on which the journal was begun.
     """
-    from llama.sessions.origin import text_origin  # deferred, as all that imports torch
+    from llama.texts.origin import text_origin  # deferred, as all that imports torch
     from llama.tokenizer.chat import ChatFormat, day_of
 
     cache_bytes = None if flags["cache_gb"] is None else int(flags["cache_gb"] * 2**30)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.batch import NonFiniteLogits
-from llama.many import Written
 from llama.serve.requests import ANY, COUNT, FLAG, OF_TEXTS, check_fields, in_openai_s_words, one_of, plain_dialog
+from llama.texts.many import Written
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable
 

@@ -22,7 +22,7 @@ from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named
 from llama.model import Transformer
 from llama.ranks.torchrun import world_size
-from llama.sessions.origin import weights_digest
+from llama.texts.origin import weights_digest
 from llama.tokenizer import Tokenizer
 from llama.verify.certificate import STAGES, Figures, measure_run
 from llama.verify.passes import reference_of

@@ -18,7 +18,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llama.api import load
 from llama.host.progress import progress_bar
-from llama.session import Session
+from llama.texts.session import Session
 from llama.tokenizer.chat import ChatFormat
 from llama.untrusted.template import DialogRefused
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama.session import Session
 from llama.streaming import Completion, TextCodec, encode_prompt
+from llama.texts.session import Session
 from llama.untrusted.files import open_regular
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable, some_of

@@ -17,13 +17,13 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple
 
-from llama.many import Writer, Written, steady
 from llama.request import Options, Step
 from llama.serve.metrics import Metrics
 from llama.serve.requests import Refused, in_openai_s_words
-from llama.sessions.digest import digest_of_text
-from llama.sessions.origin import text_origin
 from llama.streaming import Completion
+from llama.texts.digest import digest_of_text
+from llama.texts.many import Writer, Written, steady
+from llama.texts.origin import text_origin
 from llama.tokenizer.chat import day_of
 from llama.untrusted.words import printable
 

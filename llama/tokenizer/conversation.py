@@ -11,7 +11,7 @@ from llama.tokenizer.transcript import Transcript
 
 if TYPE_CHECKING:
     from llama.model import Transformer
-    from llama.session import Session
+    from llama.texts.session import Session
     from llama.tokenizer import Tokenizer
 
 MIN_ANSWER = 8  # tokens that must remain for an answer

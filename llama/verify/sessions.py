@@ -13,13 +13,13 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from llama.batch import NonFiniteLogits
-from llama.many import steady
 from llama.model import Transformer
 from llama.request import Options, Step
-from llama.scheduler import Texts as TextsTogether
-from llama.session import Session
-from llama.sessions.file import IdsOnly
 from llama.streaming import TextStream
+from llama.texts.many import steady
+from llama.texts.scheduler import Texts as TextsTogether
+from llama.texts.session import Session
+from llama.texts.session_file import IdsOnly
 from llama.verify.passes import Chunk, Texts, record_logits
 
 SESSION, IN_ROWS, AMONG_OTHERS = "a session", "rows behind a beginning", "among other texts"

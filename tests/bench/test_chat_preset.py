@@ -186,7 +186,7 @@ def test_a_way_that_does_not_do_what_it_says_is_violated(
         monkeypatch.setattr(SessionConversation, "__init__", keep)
         monkeypatch.setattr(SessionConversation, "close", lambda self: None)
     else:
-        monkeypatch.setattr("llama.session.Sessions.load_session", load_another)
+        monkeypatch.setattr("llama.generation.Generation.load_session", load_another)
     rows = worker.JOBS["conversation"](base, plan=planned(base, [])["plan"])["rows"]
     assert [row["name"] for row in rows if row.get("status") == "violated"] == [check]
 

@@ -13,7 +13,7 @@ from llama.api import load
 from llama.generation import Generation
 from llama.request import Options, Request
 from llama.sampling import Sampling
-from llama.session import Session
+from llama.texts.session import Session
 from llama.tokenizer.conversation import Chat
 
 DEFAULTS = {field.name: field.default for of in (Sampling, Request) for field in fields(of)}

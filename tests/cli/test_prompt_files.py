@@ -31,7 +31,7 @@ from llama.cli import prompt_files
 from llama.cli.inference import main, read_prompts
 from llama.cli.prompt_files import Journal, Source, answer_all, answer_file, own_part
 from llama.cli.prompt_lines import LONGEST, Question
-from llama.many import Writer
+from llama.texts.many import Writer
 from llama.tokenizer.chat import check_dialog
 
 TEXTS = 8

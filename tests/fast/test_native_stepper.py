@@ -37,7 +37,7 @@ from llama.model import Transformer
 from llama.request import Options, make_request
 from llama.rows import Rows
 from llama.sampling import Sampler, Sampling, choose
-from llama.session import Session
+from llama.texts.session import Session
 
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]

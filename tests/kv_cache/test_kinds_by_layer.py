@@ -16,8 +16,8 @@ from llama.api import load
 from llama.cli.inference import main as inference
 from llama.kv_cache import Cache, KVCache
 from llama.kv_cache.names import kinds_by_layer
-from llama.sessions.file import _check_kind
 from llama.testing import CLAIMS, SIZES, check_cache_kind
+from llama.texts.session_file import _check_kind
 
 BY_LAYER: dict[str, list[str]] = {
     "int4": ["int4"] * 4,

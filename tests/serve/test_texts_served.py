@@ -439,7 +439,7 @@ def test_a_fingerprint_names_weights_kind_and_code_where_other_texts_change_no_b
     base, other_kind, other_weight = ("static", 1, "a", None), ("paged", 1, "a", None), ("static", 1.001, "a", None)
     other_code, other_day = ("static", 1, "b", None), ("static", 1, "a", "2026-11-27")
     for kind, weight, code, day in (base, other_kind, other_weight, other_code, other_day, base):
-        monkeypatch.setattr("llama.sessions.origin.code_digest", lambda code=code: code)
+        monkeypatch.setattr("llama.texts.origin.code_digest", lambda code=code: code)
         model.norm.weight[0] = weight
         made.append(fingerprint_of(model, Letters(), kind, day))
     assert len(set(made)) == 5

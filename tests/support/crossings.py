@@ -27,12 +27,12 @@ from llama.cli.prompt_files import answers
 from llama.cli.prompt_lines import Question
 from llama.fast.choose import make_fast
 from llama.kv_cache import KVCache, ScoredCache
-from llama.many import Writer, steady
 from llama.model import Transformer
 from llama.request import Options, Step
-from llama.scheduler import Texts
 from llama.serve.engine import Engine, Job, Update
 from llama.testing import reads
+from llama.texts.many import Writer, steady
+from llama.texts.scheduler import Texts
 
 PIECE = 256  # prompt tokens that the scheduler feeds between two steps
 NEW = 4  # tokens of a text

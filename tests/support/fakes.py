@@ -18,7 +18,6 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.generation import Generation
-from llama.many import Many
 from llama.rows import Rows
 
 NAN = -1  # in a script: the model's logits are not numbers here
@@ -178,7 +177,7 @@ class Memory:
             Memory.most = max(Memory.most, sum(len(row) for cache in Memory.all for row in cache.rows))
 
 
-class Remembering(Generation, Many):
+class Remembering(Generation):
     """A model whose logits are drawn by a seed that is made of all ids of a row: one wrong id, and a text differs.
 
     broken: if set, raised by the next call. nan: if set, the next call gives its last row logits that are not numbers.

@@ -21,7 +21,7 @@ from llama.args import Refused
 from llama.kv_cache import Cache, PagedCache
 from llama.model import Transformer
 from llama.rows import Rows
-from llama.session import Session
+from llama.texts.session import Session
 
 INSIDE = str(Path(llama.__file__).parent)
 PROMPT, FED = 40, 30  # the tokens before the call that is interrupted, and the most that it feeds

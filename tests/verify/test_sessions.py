@@ -9,8 +9,8 @@ import torch
 from tiny import tiny_model, watched
 
 from llama.kv_cache import Cache, PagedCache, StaticCache
-from llama.session import Session
-from llama.sessions.file import Content
+from llama.texts.session import Session
+from llama.texts.session_file import Content
 from llama.verify.certificate import PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import AMONG_OTHERS, IN_ROWS, SESSION, SESSIONS, session_passes

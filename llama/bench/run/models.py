@@ -36,9 +36,9 @@ from llama.ranks import cut_for
 from llama.ranks.torchrun import join, own_device, world_size
 from llama.request import check_speculation
 from llama.sampling import check_seed
-from llama.sessions.origin import kind_classes, own_code
 from llama.speculation import check_speculate
 from llama.streaming import encode_prompt
+from llama.texts.origin import kind_classes, own_code
 from llama.tokenizer import Tokenizer
 
 ENGINES: dict[str, type[Engine]] = {

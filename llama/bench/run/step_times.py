@@ -18,8 +18,8 @@ from llama.kv_cache import Attended, Cache, ScoredCache
 from llama.model import Transformer
 from llama.ops import Scoring
 from llama.rows import Rows
-from llama.sessions.digest import digest_of_text
-from llama.sessions.origin import weights_digest
+from llama.texts.digest import digest_of_text
+from llama.texts.origin import weights_digest
 
 LEAST, MOST, ENOUGH = 3, 9, 0.3  # repetitions, at least and at most, and the seconds that are enough of them
 CHUNK = 512  # positions that are written in a call: a kind may return copies of everything that a call's queries see

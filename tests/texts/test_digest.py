@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llama.sessions.digest import LANES, Digest
+from llama.texts.digest import LANES, Digest
 
 # Some words, not whole ones, more than a row of lanes.
 LENGTHS = (1, 7, 24, 1000, 2 * LANES + 5)

@@ -1,4 +1,4 @@
-"""llama/many.py on real models: a text among others has the bits of the text alone."""
+"""llama/texts/many.py on real models: a text among others has the bits of the text alone."""
 
 import logging
 import random
@@ -21,10 +21,10 @@ from tiny import some_tokens, tiny_model
 
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
-from llama.many import Writer, steady
 from llama.model import Transformer
-from llama.scheduler import Texts
-from llama.text_caches import LEAST
+from llama.texts.many import Writer, steady
+from llama.texts.scheduler import Texts
+from llama.texts.text_caches import LEAST
 
 NATIVE = ("static", "paged")
 WAYS: list[dict[str, Any]] = [

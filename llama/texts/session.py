@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llama.args import ModelArgs
 from llama.batch import Batch, Token
-from llama.generation import LanguageModel, make_stepper
+from llama.generation import make_stepper
 from llama.kv_cache import Cache, check_lossless
 from llama.locked import locked
 from llama.request import Options, check_speculation, common_beginning, listing_options, make_request
@@ -29,7 +29,7 @@ from llama.streaming import Completion, Stream, TextCodec, encode_prompt
 from llama.untrusted.words import printable
 
 if TYPE_CHECKING:
-    from llama.sessions.file import Content
+    from llama.texts.session_file import Content
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Session:
         The file has the ids, the cache, and digests of the model and the tokenizer. Only its owner can read it. An
         existing file is replaced as a whole. Raises ValueError if the file cannot be written.
         """
-        from llama.sessions.file import Content, save_session  # deferred: most sessions are never saved
+        from llama.texts.session_file import Content, save_session  # deferred: most sessions are never saved
 
         with self.in_use():
             self._check_cache()
@@ -412,31 +412,15 @@ class SessionStream(Iterator[str]):
         self.close()
 
 
-class Sessions:
-    """A mixin that adds sessions to a LanguageModel."""
+def load_session(model: Any, path: str | PathLike[str], tokenizer: TextCodec | None) -> Session:
+    """Return the session that `session.save` stored; see `Generation.load_session`."""
+    from llama.texts import session_file  # deferred: most sessions are never saved
 
-    def session(
-        self: LanguageModel, tokenizer: TextCodec, *, max_seq_len: int | None = None, kv_cache: str | None = None
-    ) -> Session:
-        """Return a new session: a text and its cache.
-
-        `max_seq_len` limits the text, and `kv_cache` names the kind of cache; the defaults are the model's.
-        """
-        return Session(self, tokenizer, max_seq_len=max_seq_len, kv_cache=kv_cache)
-
-    def load_session(self: Any, path: str | PathLike[str], tokenizer: TextCodec | None = None) -> Session:
-        """Return the session that `session.save` stored. It continues as if it had never been saved.
-
-        Without a tokenizer the session accepts and returns ids only. Raises ValueError for a file that is not a session
-        or is damaged, and for a session of another model, tokenizer, dtype or mode.
-        """
-        from llama.sessions.file import load_session  # deferred: most sessions are never saved
-
-        content, codec = load_session(path, self, tokenizer)
-        try:
-            session = Session(self, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)
-            session.restore(content)
-        except ValueError as error:
-            again = "if an earlier version saved it, feed its ids again"
-            raise ValueError(f"{path} cannot be loaded here: {printable(str(error), 400)}; {again}") from error
-        return session
+    content, codec = session_file.load_session(path, model, tokenizer)
+    try:
+        session = Session(model, codec, max_seq_len=content.max_seq_len, kv_cache=content.kv_cache)
+        session.restore(content)
+    except ValueError as error:
+        again = "if an earlier version saved it, feed its ids again"
+        raise ValueError(f"{path} cannot be loaded here: {printable(str(error), 400)}; {again}") from error
+    return session

@@ -1,6 +1,6 @@
 """Continue any number of prompts, of which some run at a time: `generate_many`, and the `Writer` of files and servers.
 
-Turns prompts into ids and ids into text; `llama.scheduler` decides which texts run.
+Turns prompts into ids and ids into text; `llama.texts.scheduler` decides which texts run.
 """
 
 import logging
@@ -12,10 +12,10 @@ from itertools import islice
 from typing import Any, Unpack
 
 from llama.batch import NonFiniteLogits
-from llama.request import Options, listing_options
+from llama.request import Options
 from llama.sampling import whole_number
-from llama.scheduler import OF_A_BATCH, Texts
 from llama.streaming import Completion, RowText, TextCodec, encode_prompt, stop_strings
+from llama.texts.scheduler import Texts
 
 logger = logging.getLogger(__name__)
 
@@ -131,47 +131,36 @@ def steady(model: Any) -> Any:
     return twin
 
 
-class Many:
-    """A mixin that adds `generate_many` to a LanguageModel."""
-
-    @listing_options(but=[name for name in OF_A_BATCH if name != "kv_cache"])
-    def generate_many(
-        self: Any,
-        tokenizer: TextCodec,
-        prompts: str | Iterable[str | Sequence[int]],
-        max_gen_len: int = 64,
-        *,
-        stop: str | Sequence[str] = (),
-        rows: int = 16,
-        ordered: bool = False,
-        cache_bytes: int | None = None,
-        **options: Unpack[Options],
-    ) -> Iterator[tuple[int, Completion]]:
-        """Continue every prompt; yield (number, Completion) of each as soon as it ends, or in order of the prompts.
-
-        Up to `rows` texts generate at a time; a prompt is taken from the iterable when a row is free, so it may have no
-        end; a str is one prompt. Each text is what it is alone: prompt `i` has the seed `seed + i`. `cache_bytes`
-        limits the bytes of all caches; within them, texts that have ended stay for prompts that begin alike. Raises
-        ValueError for bad input, with the number of the prompt, and NonFiniteLogits. `docs/many_texts.md` says which
-        kinds of cache can be used.
-        """
-        seed = options.pop("seed", None)
-        first = whole_number(seed)
-        if first is None and seed is not None:
-            raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
-        if whole_number(rows) is None or rows < 1:  # `Texts` checks it too, but chunks need no `Texts`
-            raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
-        prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else prompts
-        numbered = ((i, prompt, None if first is None else first + i) for i, prompt in enumerate(prompts))
-        if self.kv_caching and (why := why_not(self)) is not None:
-            also = "" if cache_bytes is None else "; cache_bytes has no effect"
-            told = "%s: prompts are taken in chunks of %d, each of which waits for its longest text%s"
-            logger.warning(told, why, rows, also)
-            return _in_chunks(self, tokenizer, numbered, max_gen_len, stop, rows, options)
-        kind = options.pop("kv_cache", None)
-        writer = Writer(self, tokenizer, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
-        made = _completions(writer, numbered, max_gen_len, stop, options)
-        return _in_order(made) if ordered else made
+def generate_many(
+    model: Any,
+    tokenizer: TextCodec,
+    prompts: str | Iterable[str | Sequence[int]],
+    max_gen_len: int = 64,
+    *,
+    stop: str | Sequence[str] = (),
+    rows: int = 16,
+    ordered: bool = False,
+    cache_bytes: int | None = None,
+    **options: Unpack[Options],
+) -> Iterator[tuple[int, Completion]]:
+    """Continue every prompt; see `Generation.generate_many`."""
+    seed = options.pop("seed", None)
+    first = whole_number(seed)
+    if first is None and seed is not None:
+        raise ValueError(f"seed={seed!r} must be a whole number, from which prompt i has seed + i, or None")
+    if whole_number(rows) is None or rows < 1:  # `Texts` checks it too, but chunks need no `Texts`
+        raise ValueError(f"rows={rows!r} must be a whole number of at least 1")
+    prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else prompts
+    numbered = ((i, prompt, None if first is None else first + i) for i, prompt in enumerate(prompts))
+    if model.kv_caching and (why := why_not(model)) is not None:
+        also = "" if cache_bytes is None else "; cache_bytes has no effect"
+        told = "%s: prompts are taken in chunks of %d, each of which waits for its longest text%s"
+        logger.warning(told, why, rows, also)
+        return _in_chunks(model, tokenizer, numbered, max_gen_len, stop, rows, options)
+    kind = options.pop("kv_cache", None)
+    writer = Writer(model, tokenizer, rows=rows, kv_cache=kind, cache_bytes=cache_bytes)
+    made = _completions(writer, numbered, max_gen_len, stop, options)
+    return _in_order(made) if ordered else made
 
 
 Numbered = Iterator[tuple[int, str | Sequence[int], int | None]]  # a prompt's number, the prompt, and its seed

@@ -20,7 +20,7 @@ from tiny import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
 from llama.kv_cache import PagedCache, StaticCache
 from llama.model import Transformer
 from llama.request import Options
-from llama.session import Session
+from llama.texts.session import Session
 
 GREEDY: Options = {"temperature": 0.0}
 LOSSLESS = ("static", "concat", "paged")

@@ -21,7 +21,7 @@ from tiny import some_tokens, tiny_model
 from torch import Tensor, nn
 
 from llama.model import Transformer
-from llama.session import Session
+from llama.texts.session import Session
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [20, 3], [5] * 6]
 LENGTH = 12

@@ -28,9 +28,9 @@ from llama.model import Transformer
 from llama.ops import HAS_ONEDNN
 from llama.quant.layers import quantize_layers, quantized_weights
 from llama.request import Options
-from llama.session import Session
-from llama.sessions.digest import Digest
-from llama.sessions.origin import rounding_digest
+from llama.texts.digest import Digest
+from llama.texts.origin import rounding_digest
+from llama.texts.session import Session
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 THEIRS = cache_kind(f"{EXAMPLES}/every_second.py:every_second:8")

@@ -24,10 +24,10 @@ from torch import Tensor
 from llama.host.files import replacing_private
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named, read_kind
-from llama.sessions.digest import digest_of, digest_of_text
-from llama.sessions.origin import check_origin, fingerprint, origin, weights_digest
 from llama.streaming import TextCodec
 from llama.switches import Switches
+from llama.texts.digest import digest_of, digest_of_text
+from llama.texts.origin import check_origin, fingerprint, origin, weights_digest
 from llama.untrusted.files import check_regular
 from llama.untrusted.words import printable
 

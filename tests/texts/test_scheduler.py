@@ -1,4 +1,4 @@
-"""llama/scheduler.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails."""
+"""llama/texts/scheduler.py: a text among others is the text alone, whatever comes, leaves, is cancelled or fails."""
 
 import gc
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from llama.scheduler import Event, Texts
+from llama.texts.scheduler import Event, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},

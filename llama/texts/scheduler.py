@@ -17,10 +17,8 @@ import torch
 
 from llama.batch import Batch, Chosen, NonFiniteLogits, Row, Token
 from llama.generation import PlainStepper, make_stepper
-from llama.request import Options, Request, Step, check_speculation, make_request
-from llama.text_caches import TextCaches
-
-OF_A_BATCH = ("echo", "kv_caching", "kv_cache", "share_prefix", "prefix", "device", "on_step")
+from llama.request import OF_A_BATCH, Options, Request, Step, check_speculation, make_request
+from llama.texts.text_caches import TextCaches
 
 
 class Event(NamedTuple):
@@ -50,7 +48,7 @@ class _Text:
 
 
 class Texts:
-    """Texts on one model, of which up to `rows` generate at a time. `llama.many` has them as text."""
+    """Texts on one model, of which up to `rows` generate at a time. `llama.texts.many` has them as text."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ from llama.host.version import __version__, code_digest, content_digest
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import kinds_named
 from llama.ops import linear
-from llama.sessions.digest import Digest, digest_of, digest_of_text
 from llama.streaming import TextCodec
 from llama.switches import Switches
+from llama.texts.digest import Digest, digest_of, digest_of_text
 from llama.untrusted.words import printable
 
 _LIMITS = SETTINGS | {"max_seq_len"}  # fields of ModelArgs that change no number

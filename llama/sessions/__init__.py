@@ -1,1 +1,0 @@
-"""The file of a session, and the digests of its model in the file."""
