@@ -16,11 +16,7 @@ from torch import Tensor
 
 from llama.api import load
 from llama.kv_cache import Attended, Cache, KVCache, ScoredCache
-from llama.kv_cache.published import (
-    ExpectedAttentionCache,
-    KnormCache,
-    TovaCache,
-)
+from llama.kv_cache.published import CompactorCache, ExpectedAttentionCache, KnormCache, SnapKVCache, TovaCache
 from llama.model import Transformer
 from llama.ops import attention_weights
 from llama.quant.layers import quantize_layers, quantized_weights
@@ -381,6 +377,17 @@ def test_a_state_of_other_rows_or_sizes_is_refused() -> None:
 # ---- chunks, outputs, questions, neighbours, outliers ----------------------------------------------------------------
 
 
+def test_chunkkv_orders_keys_of_a_long_prompt_whose_attention_is_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.rand(2, 300, generator=torch.Generator().manual_seed(0)) * 1e-8
+    scores[:, -64:] = torch.inf
+    monkeypatch.setattr(SnapKVCache, "score", lambda *_: scores)
+    whole, cut = (kept(prompted(f"chunkkv:{budget}", 300)[2].layers[0])[0] for budget in (140, 147))
+    for head, (all_of, base) in enumerate(zip(cut, whole, strict=True)):
+        more = sorted(set(all_of) - set(base))
+        chunk = range(more[0] // 20 * 20, more[0] // 20 * 20 + 20)
+        assert more == sorted(sorted(chunk, key=lambda at: -float(scores[head, at]))[:7])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_output_norms_are_those_of_what_each_value_adds_to_the_output(packed: bool) -> None:
     model, tokens = tiny_model(head_dim=32, dtype=torch.float32), some_tokens(1, 9)
@@ -403,6 +410,21 @@ def test_output_norms_are_those_of_what_each_value_adds_to_the_output(packed: bo
 def test_compactor_keeps_the_ends_of_a_text_or_half_of_a_small_budget(budget: int, first: int, last: int) -> None:
     for head in kept(prompted(f"compactor:{budget}", 300)[2].layers[0])[0]:
         assert (head[:first], head[-last:]) == ([*range(first)], [*range(300 - last, 300)])
+
+
+def test_compactor_judges_keys_of_earlier_calls_by_their_leverage_alone() -> None:
+    model, tokens, static = prompted("static", 300)
+    for start in (297, 200):
+        cache = model.new_cache("compactor:60")
+        with torch.inference_mode():
+            for begin, end in ((0, start), (start, 300)):
+                model(tokens[:, begin:end], Rows.at([begin], [end - begin], prompt_ends=end == 300), cache=cache)
+        layer = cache.layers[0]
+        assert isinstance(layer, CompactorCache)
+        leverage = layer.leverage(static.layers[0].keys[0, 8:296], 8)  # type: ignore[index]
+        for head, own in zip(kept(layer)[0], leverage, strict=True):
+            early = [at - 8 for at in head if 8 <= at < min(start, 296)]
+            assert early == own[: min(start, 296) - 8].topk(len(early)).indices.sort().values.tolist()
 
 
 # ---- methods that go on after the prompt -----------------------------------------------------------------------------
