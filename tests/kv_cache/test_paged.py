@@ -154,7 +154,7 @@ def test_a_row_that_begins_again_in_shared_blocks_takes_only_those_that_it_write
     write(cache, 0, *new(1, 3 * BLOCK))
     copy = cache.copy()
     write(copy, 4, *new(1, 1))
-    assert (in_use(cache, copy), in_use(copy)) == (4, 1)
+    assert (in_use(cache, copy), [*map(len, copy.tables)]) == (4, [1])
 
 
 def test_a_full_pool_needs_no_block_for_what_a_deleted_copy_shared() -> None:
