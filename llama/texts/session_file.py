@@ -27,7 +27,7 @@ from llama.kv_cache.names import kinds_named, read_kind
 from llama.streaming import TextCodec
 from llama.switches import Switches
 from llama.texts.digest import digest_of, digest_of_text
-from llama.texts.origin import check_origin, fingerprint, origin, weights_digest
+from llama.texts.origin import check_origin, fingerprint, kind_classes, origin, own_code, weights_digest
 from llama.untrusted.files import check_regular
 from llama.untrusted.words import printable
 
@@ -40,7 +40,8 @@ _OWN = {"kv_cache": str, "max_seq_len": int, "bound": int | None, "held": int, "
 _TYPES = {
     **_OWN,
     **{"sizes": dict, "dtype": str, "activations": int, "exact": bool, "place": str | None},
-    **{"weights": str, "tokenizer": str, "tensors": str, "execution": str | None},  # execution: None in older files
+    **{"weights": str, "tokenizer": str, "tensors": str},
+    **{"execution": str | None, "own_code": str | None},  # None in older files
 }
 
 
@@ -108,6 +109,7 @@ def save_session(path: str | PathLike[str], content: Content, model: Switches, t
         "tokenizer": fingerprint(tokenizer, model.args.vocab_size),
         "tensors": digest_of(sorted(tensors.items())),
         "execution": str(model.execution_with(content.kv_cache)),
+        "own_code": own_code(*kind_classes(content.kv_cache)),
     }
     text = json.dumps(facts)
     if len(text) > _HEADER_LIMIT:
@@ -141,6 +143,11 @@ def load_session(path: str | PathLike[str], model: Switches, tokenizer: TextCode
         facts, tensors = _read(Path(path))
         _check_kind(facts["kv_cache"])
         check_origin(model, facts)
+        if facts["own_code"] not in (None, own_code(*kind_classes(facts["kv_cache"]))):
+            raise ValueError(
+                f"it was saved with kv_cache={facts['kv_cache']!r:.80}, whose file was edited since; "
+                "feed the text again"
+            )
         execution = str(model.execution_with(facts["kv_cache"]))
         if facts["execution"] not in (None, execution):
             logger.info(
@@ -183,7 +190,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         if digest_of_text(metadata["session"]) == metadata["digest"]:
-            facts = {"execution": None, **json.loads(metadata["session"])}
+            facts = {"execution": None, "own_code": None, **json.loads(metadata["session"])}
             if _are_valid(facts):
                 return facts
     except (KeyError, ValueError, TypeError, RecursionError):

@@ -467,6 +467,18 @@ def test_a_kind_that_is_not_known_is_named_and_no_code_is_run(saved: tuple[Trans
     assert not (tmp_path / "was here").exists()
 
 
+def test_a_kind_whose_file_was_edited_since_is_refused(saved: tuple[Transformer, Path], tmp_path: Path) -> None:
+    model, path = saved
+    file = tmp_path / "mine.py"
+    file.write_text("from llama.kv_cache import StaticCache\n\n\nclass Mine(StaticCache, kind='mine of a file'): ...\n")
+    session = model.session(Bytes(), kv_cache=f"{file}:mine of a file")
+    session.feed("abc")
+    session.save(path)
+    assert model.load_session(path).tokens == session.tokens
+    file.write_text(file.read_text() + "# edited\n")
+    refused(model, path, "kv_cache='mine of a file', whose file was edited since; feed the text again")
+
+
 def test_a_file_of_heads_of_a_session_is_read_with_limits(saved: tuple[Transformer, Path], tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 30_000 + "]" * 30_000)
     os.mkfifo(tmp_path / "pipe.json")
