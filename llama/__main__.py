@@ -20,8 +20,8 @@ from llama.host.version import __version__
 HELP = """\
 llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
 
-  run         Text from prompts: llama-kv run "Once upon a time"
-  chat        A conversation that keeps its cache.
+  run         Text from prompts: llama-kv run "Once upon a time"; a conversation
+              that keeps its cache: --chat; a page of every step: --watch FILE.
   serve       OpenAI's HTTP interface on this machine, and a page that shows it.
   bench       Time and memory, with the cache and without: --preset table
   report      What the cache saves and costs here, to hand in: --minutes 5
@@ -29,7 +29,6 @@ llama-kv COMMAND [...]: Llama inference whose KV cache can be switched off.
   sweep       The cells of a plan, here or by Slurm; merge: many results in one.
   claim       Published claims about caches, and whether they hold here: NAME
   verify      Certify that the cache changes nothing.
-  watch       A page that shows a run step by step: what is cached, what is fed.
   kinds       Kinds of cache: name, bytes, what each one does, and its paper.
   costs       Bytes of the cache of any model, and what fits: --ckpt_dir demo
   convert     Any checkpoint as a .gguf file: IN OUT.gguf --type q8_0
@@ -46,7 +45,6 @@ On every command; llama-kv --version prints the version of this package:
 # command -> the module of llama.cli, and its function
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("inference", "main"),
-    "chat": ("inference", "hold_chat"),
     "serve": ("serve", "main"),
     "bench": ("benchmark_inference", "main"),
     "report": ("benchmark_inference", "hand_in"),
@@ -55,7 +53,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "merge": ("sweep", "merge"),
     "claim": ("claim", "main"),
     "verify": ("verify", "main"),
-    "watch": ("inference", "show_steps"),
     "kinds": ("kinds", "main"),
     "costs": ("costs", "main"),
     "convert": ("convert", "main"),

@@ -97,19 +97,6 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         return code or 2
 
 
-def variant(command: Callable[..., int], about: str, **defaults: object) -> Callable[..., int]:
-    """Return a command with other defaults of some flags; `about` is the first sentence of its help."""
-
-    def made(*prompts: str, **flags: Any) -> int:
-        return command(*prompts, **{**defaults, **flags})
-
-    signature = inspect.signature(command)
-    flags = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
-    vars(made)["__signature__"] = signature.replace(parameters=flags)  # inspect and fire read it
-    made.__doc__ = f"{about}\n{(inspect.getdoc(command) or '').partition(chr(10))[2]}"
-    return made
-
-
 def _log_to_stderr() -> None:
     """Print the log of this library on standard error: what it chose for the user."""
 

@@ -14,7 +14,6 @@ from datetime import date as a_date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama.cli import variant
 from llama.host import console
 from llama.host.cores import FreeCores
 
@@ -72,7 +71,6 @@ def main(
     speculate: str | None = None,
     fast: bool | None = None,
     quantize: str = "auto",
-    activations: int = 16,
     exact: bool = False,
     stream: bool = False,
     chat: bool = False,
@@ -81,7 +79,6 @@ def main(
     device: str = "auto",
     dtype: str = "auto",
     max_seq_len: int | None = None,
-    max_batch_size: int | None = None,
     timeout: float = 60.0,
 ) -> int:
     """Complete prompts with a Llama model; with no arguments, Meta's four example prompts with the demo model.
@@ -117,7 +114,6 @@ def main(
             By default on with chat or prompt_file, except with watch, exact, several ranks, or on a GPU.
         quantize: The format of the weights in memory: int8, int4, stored (as in the .gguf file), or none (floats); auto
             is stored with fast and a quantised .gguf file, such as the demo's, else none.
-        activations: With packed weights, 8 rounds the inputs of products to 8 bits: faster, less accurate.
         exact: Compute the same bits with the cache on and off, alone and in any batch. Slower, unless with --fast.
         stream: Print the text of the first prompt while it is generated.
         chat: Answer each prompt as a user's message; without prompts, hold a conversation, one message a line.
@@ -126,7 +122,6 @@ def main(
         device: The device to compute on: auto, cpu, cuda or mps.
         dtype: The dtype to compute in: auto, fp32, bf16, fp16 or fp64; auto is fp32 on a CPU.
         max_seq_len: The longest text, prompt and answer together; by default that of the checkpoint.
-        max_batch_size: The most prompts at once; by default no limit.
         timeout: Seconds after which a rank of a torchrun that does not answer is lost.
     """
     cores = FreeCores()  # measures the load while torch is imported
@@ -142,7 +137,7 @@ def main(
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     sampling["repetition_penalty"] = repetition_penalty
     modes: Options = {"kv_caching": kv_caching, "share_prefix": share_prefix, "speculate": speculate}
-    check_options(len(texts) or 1, longest, stop, {**sampling, **modes}, max_batch_size=max_batch_size)
+    check_options(len(texts) or 1, longest, stop, {**sampling, **modes})
     from llama.api import load, pick_device
     from llama.ranks import torchrun
 
@@ -150,8 +145,7 @@ def main(
     alone = "--watch" if watch else "--chat without prompts" if conversation else "--out" if has_lines else None
     join_ranks(chosen, timeout, one_process=alone)
     files: dict[str, Any] = {"path": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
-    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size, "kv_cache": kv_cache}
-    weights: dict[str, Any] = {"quantize": quantize, "activations": activations}
+    limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kv_cache}
     writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
     if has_lines:
         from llama.cli.prompt_files import answer_file, plan
@@ -163,7 +157,7 @@ def main(
     notes: list[str] = []
     if chosen.type == "cpu":
         cores.choose_threads(notes.append)
-    model, tokenizer = load(**files, **limits, **weights, fast=fast or by_default, exact=exact)
+    model, tokenizer = load(**files, **limits, quantize=quantize, fast=fast or by_default, exact=exact)
     if by_default:
         notes.append("--chat and --prompt_file run with --fast by default; --fast=False chooses the plain path")
     if notes:
@@ -187,16 +181,6 @@ def main(
             write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), speculate=speculate, **writing)
         )
     return code
-
-
-hold_chat = variant(
-    main, "Hold a conversation with a Llama model, one message a line; with prompts, answer each of them.", chat=True
-)
-show_steps = variant(
-    main,
-    "Write an HTML page that shows a text of a Llama model step by step, with and without the cache.",
-    watch="page.html",
-)
 
 
 def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any]) -> None:
@@ -347,16 +331,14 @@ def read_prompt(file: str) -> str:
     return text.removeprefix("\ufeff")  # a byte order mark
 
 
-def check_options(
-    rows: int, max_gen_len: int, stop: list[str], options: "Options", *, max_batch_size: int | None
-) -> None:
+def check_options(rows: int, max_gen_len: int, stop: list[str], options: "Options") -> None:
     """Raise ValueError for wrong numbers before a checkpoint is read or the demo model downloaded."""
     from llama.args import ModelArgs
     from llama.request import make_request
 
     if "" in stop:
         raise ValueError("--stop is empty, so it would end every text at once; give at least one character")
-    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize, max_batch_size=max_batch_size)
+    least = ModelArgs(vocab_size=1, max_seq_len=sys.maxsize)
     make_request(least, True, [[0]] * rows, max_gen_len, (), options)  # the shortest possible prompts
 
 

@@ -364,8 +364,6 @@ def test_wrong_values_of_a_flag_are_refused_before_weights_are_read(
         ["--max_gen_len", "0"],
         ["--stop", ""],
         ["--share_prefix", "--kv_caching=False"],
-        ["--max_batch_size", "0"],
-        ["--max_batch_size", "3"],  # of the four example prompts
         ["--stream", "--trace"],
     ],
 )
