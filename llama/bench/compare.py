@@ -6,7 +6,7 @@ from typing import Any
 
 from llama.bench.report.tables import comparison_words
 from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, Row, Status, cell_of, cell_row, differing, is_measured, merge, rows_of
+from llama.bench.schema import Report, Row, Status, cell_of, cell_row, differing, merge, rows_of
 from llama.bench.statistics import best_ceilings, rates, reached, roofline_shares
 
 ENDED = -1  # the token of a row that has ended
@@ -52,7 +52,7 @@ def with_rates(report: Report) -> None:
     """
     rows = [(cell_of(report, row), row) for row in rows_of(report, "cell") if row.get("seconds")]
     # The ceilings are those of one process.
-    limited = [(cell, row) for cell, row in rows if "flops" in row and is_measured(row) and cell.ranks == 1]
+    limited = [(cell, row) for cell, row in rows if "flops" in row and cell.ranks == 1]
     for cell, row in limited:
         if cell.quantize is None:
             report["ceilings"] = best_ceilings(report["ceilings"], reached(cell, row))

@@ -56,7 +56,7 @@ def merged(reports: Iterable[Report], *, command: str = "") -> Report:
     report["environment"] = {name: value for name, value in (setups or [{}])[0].items() if name not in differ}
     report["plan"] = {"setups": [{name: one.get(name) for name in sorted(differ)} for one in setups]}
     report["rows"], why = _joined(report)
-    why += _with_ratios(report)
+    why += with_ratios(report)
     report["reading"] = [f"{words} ({count} of them)." for words, count in Counter(why).items()]
     return report
 
@@ -79,11 +79,12 @@ def unlike(report: Report, one: Row, other: Row, *, timed: bool) -> list[str]:
     """Return the names of what forbids a ratio of two rows: facts of their setups, or the digest of their inputs."""
     if not timed and "digest" in one and "digest" in other:
         return ["digest"] * (one["digest"] != other["digest"])
+    if (setups := report["plan"].get("setups")) is None:  # a run has one
+        return []
     if None in (one["setup"], other["setup"]):
         return ["environment"]
     if one["setup"] == other["setup"]:
         return []
-    setups = report["plan"]["setups"]
     return differing(setups[one["setup"]], setups[other["setup"]]) or ["machine"]
 
 
@@ -98,11 +99,9 @@ def _joined(report: Report) -> tuple[list[Row], list[str]]:
     """
     first: dict[tuple[Any, ...], list[Row]] = {}
     rows, why = [], []
-    judged = {_key(report, row) for row in report["rows"] if row.get("digest") is not None}
     for row in report["rows"]:
         if row.get("digest") is None:
-            if not (row.get("predicted") and _key(report, row) in judged):
-                rows.append(row)
+            rows.append(row)
             continue
         known = first.setdefault(_key(report, row), [])
         same = next((one for one in known if one["digest"] == row["digest"] and _alike(one, row)), None)
@@ -128,7 +127,7 @@ def _alike(one: Row, other: Row) -> bool:
     return True
 
 
-def _with_ratios(report: Report) -> list[str]:
+def with_ratios(report: Report) -> list[str]:
     """Give each row its time, bytes and scores against those of the full cache, and return why others have none."""
     full: dict[tuple[Any, ...], list[Row]] = {}
     for row in _comparable(report):
@@ -154,7 +153,7 @@ def _with_ratios(report: Report) -> list[str]:
 
 
 def _comparable(report: Report) -> Iterator[Row]:
-    return (row for row in report["rows"] if row["figures"] != "check" and not row.get("predicted"))
+    return (row for row in report["rows"] if row["figures"] != "check")
 
 
 def _value(row: Row, *, timed: bool) -> float | None:

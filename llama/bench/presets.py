@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from llama.bench.run.conversation import turns_of
 from llama.bench.run.engines import Source
 from llama.bench.run.memory_ledger import check_length
 from llama.bench.run.models import check_cell, engine_class, find_model, has_rounded_weights, read_by, with_code
-from llama.bench.run.step_times import ENOUGH, context_lengths
+from llama.bench.run.step_times import context_lengths
 from llama.bench.run.tasks import plan_tasks
-from llama.bench.schema import Report, measured_rows, new_report
+from llama.bench.schema import TEXTS, Report, new_report
 from llama.bench.texts import read_dialog
-from llama.costs import RELEASED, forwards
+from llama.costs import RELEASED, token_forwards
 from llama.host.version import content_digest
 from llama.kv_cache import Cache, KVCache, cache_kind
 from llama.kv_cache.window import DEFAULT_SINKS
@@ -31,65 +31,26 @@ BATCHES = (1, 8, 16)
 AGREED_ON = 1024  # tokens of a text: 1 % of them is 10
 KIND_CONTEXTS = (1024, 8192)
 WINDOW = 1024  # positions of the kind `window` if none are given: its default stores a whole text
-LENGTH = 2048  # tokens of the text at whose end a kind is judged
-NEEDLE_LENGTHS = (256, 512, 1024)
-NEEDLE_STEPS = 8  # the most tokens of a needle's answer
-# From the most to the least: scored tokens at the end of the text, greedy tokens, lengths and number of the needles.
-AMOUNTS: tuple[tuple[int, int, int, int], ...] = (
-    (1024, 256, len(NEEDLE_LENGTHS), 20),
-    (1024, 256, len(NEEDLE_LENGTHS), 5),
-    (512, 256, len(NEEDLE_LENGTHS), 5),
-    (256, 128, 2, 5),
-    (128, 64, 1, 5),
-    (32, 32, 0, 0),
-    (32, 0, 0, 0),
-)
-FEWEST = AMOUNTS[-1][0]  # scored tokens that judge a kind
+LENGTH, SCORED, GREEDY = 2048, 256, 64  # tokens of the text at whose end a kind is judged, scored, and made greedily
+MOST_SCORED = 1024  # behind a prompt of a length that the user chose
+FEWEST = 32  # scored tokens that judge a kind
+NEEDLE_LENGTHS, NEEDLES = (256,), 5
 RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
-REPORT_LENGTHS = (32, 16, 8)  # tokens behind each prompt of a report, and steps of its page: as many as fit
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
-
-STARTING = 4.0  # seconds of a process before it loads a model, and at its end for the ceilings, on an idle machine
-SPARED = 0.2  # of the budget, for quality that takes longer than predicted: all kinds must have the same text
-PEER_IS_SLOWER = 2.0  # assumed of an engine before its first cell
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The timed pieces that predictions are made of: loading, a prefill, and a step of one row and of many rows."""
-
-    max_seq_len: int
-    input_len: int
-    load_seconds: float
-    prefill_seconds: float
-    step_seconds: float
-    many_rows: int
-    many_seconds: float
-    start_seconds: float = 0.0  # of a process, as the first one took: on a busy machine many times STARTING
-    scatter: float = 1.0  # the longest of equal pieces over the shortest
-
-    def of_tokens(self, tokens: int) -> float:
-        """Predict the seconds of a process that loads the model and feeds it so many tokens, many at a time."""
-        return max(STARTING, self.start_seconds) + self.load_seconds + tokens * self.prefill_seconds / self.input_len
-
-    def of_forwards(self, cell: Cell) -> list[float]:
-        """Predict the seconds of every forward of a cell of ours."""
-        slope = (self.many_seconds - self.step_seconds) / max(1, self.many_rows - 1)
-        step = self.step_seconds + slope * (cell.batch_size - 1)
-        token = cell.batch_size * self.prefill_seconds / self.input_len
-        fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-        return [max(step, seqlen * token) for _, seqlen in fed]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process of `llama.bench.run.worker`, which returns rows of one cell of the report."""
+    """One process of `llama.bench.run.worker`, which returns rows of one cell of the report.
+
+    work: in any unit, to compare jobs that are alike: one of twice the work is expected to take twice as long.
+    """
 
     name: str
     kind: str
     cell: Cell
     place: int  # the index of the report's cell
-    seconds: float  # predicted for an idle machine
+    work: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
     of_cell: bool = True  # the cell fails with this job, unless it has figures
 
@@ -137,8 +98,8 @@ def plan_report(
     source = find_model(base)
     if preset in ("table", "report"):
         cells = table_cells(base, engines)
-        if preset == "report":
-            plan = {"prompts": [*prompts]}
+        plan = {"prompts": [*prompts]} if preset == "report" else {}
+        plan |= {"agreed_on": min(AGREED_ON, source.args.max_seq_len - 1)} if preset == "table" else {}
     elif preset == "caches":
         cells, plan = kind_cells(base, kinds, contexts, source.args)
         plan |= text_plan(source, text or OWN_TEXT, prompt_len)
@@ -189,10 +150,7 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
 def kind_cells(
     base: Cell, kinds: Sequence[str], asked: Sequence[int], args: ModelArgs
 ) -> tuple[list[Cell], dict[str, Any]]:
-    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured.
-
-    Raises ValueError for a context that was asked for and has too few tokens, or more than the model's limit.
-    """
+    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured."""
     limit = args.max_seq_len
     window = f"window:{min(WINDOW, limit // 4)}+{DEFAULT_SINKS}"
     registered = [window if kind == "window" else kind for kind in sorted(KVCache.kinds)]
@@ -201,18 +159,23 @@ def kind_cells(
         if kind in wanted[:place]:
             raise ValueError(f"--kv_cache {kind} would be in the table twice; name every kind once")
         Cache.of(args, cache_kind(kind))
+    contexts = check_contexts(asked, limit) or [one for one in KIND_CONTEXTS if one <= limit] or [limit]
+    return [base.but(kv_cache=kind) for kind in wanted], {"contexts": contexts}
+
+
+def check_contexts(asked: Sequence[int], limit: int) -> list[int]:
+    """Return the lengths, each once; raise ValueError for one with too few tokens, or more than the model's limit."""
     for context in asked:
         if not 2 * STEPS <= context <= limit:
             raise ValueError(
                 f"--contexts {context} must be from {2 * STEPS} to the model's max_seq_len={limit}; for longer texts "
                 "measure a model with a higher limit, such as --model llama-3.2-1b"
             )
-    contexts = sorted({*asked}) or [context for context in KIND_CONTEXTS if context <= limit] or [limit]
-    return [base.but(kv_cache=kind) for kind in wanted], {"contexts": contexts}
+    return sorted({*asked})
 
 
 def text_plan(source: Source, text: str, prompt_len: int | None) -> dict[str, Any]:
-    """Return the text that kinds are judged on, and how much of it the prompt and the scored tokens may be at most.
+    """Return the text that kinds are judged on, how many tokens of it, and how many of these are scored.
 
     Raises ValueError if the model's limit or the text is too short, and OSError for the file.
     """
@@ -231,8 +194,18 @@ def text_plan(source: Source, text: str, prompt_len: int | None) -> dict[str, An
             f"--prompt_len={prompt_len} must be from 1 to {longest - FEWEST}: the text has {there} tokens, the model's "
             f"max_seq_len is {limit}, and at least {FEWEST} tokens are scored behind the prompt"
         )
-    length = LENGTH if prompt_len is None else prompt_len + AMOUNTS[0][0]
-    return {"text": text, "prompt_len": prompt_len, "longest": min(length, longest)}
+    length = min(longest, LENGTH if prompt_len is None else prompt_len + MOST_SCORED)
+    scored = min(SCORED, length // 2) if prompt_len is None else length - prompt_len
+    needles = [length for length in NEEDLE_LENGTHS if length <= limit]
+    return quality_plan(text, length, scored, greedy=GREEDY, needle_lengths=needles, needles=NEEDLES)
+
+
+def quality_plan(
+    text: str, length: int, scored: int, *, greedy: int, needle_lengths: Sequence[int], needles: int
+) -> dict[str, Any]:
+    """Return the arguments of `llama.bench.run.cache_kind.cache_quality`."""
+    plan = {"text": text, "length": length, "tokens": scored, "greedy_tokens": min(greedy, scored)}
+    return {**plan, "needle_lengths": [*needle_lengths], "needles": needles}
 
 
 def chat_cells(
@@ -268,8 +241,24 @@ def chat_cells(
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 
 
+def groups_of(report: Report, watched: Cell | None = None) -> list[Group]:
+    """Return the groups of a report's preset, in the order of measuring; `watched` is recorded after the first one."""
+    first, *others = GROUPS[report["preset"]](report)
+    recorded = [] if watched is None else [Group((Job(RECORDING, "watch", watched_cell(watched), 0, **_recorded()),))]
+    return [first, *recorded, *others]
+
+
+def watched_cell(cell: Cell) -> Cell:
+    """Return the cell of the generation that a page shows, always on the plain path."""
+    return cell.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+
+
+def _recorded() -> dict[str, Any]:
+    return {"options": {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}, "of_cell": False}
+
+
 def paired(jobs: Sequence[Job]) -> list[Group]:
-    """Return jobs of cells in groups that differ in the cache or in guesses, the smallest batch and the shortest first.
+    """Return jobs of cells in groups that differ in the cache or in guesses, the smallest batch and least work first.
 
     The first group stays first.
     """
@@ -277,142 +266,94 @@ def paired(jobs: Sequence[Job]) -> list[Group]:
     for job in jobs:
         found.setdefault(job.cell.but(kv_caching=True, speculate=None), []).append(job)
     first, *rest = (Group(tuple(group), repeats=True) for group in found.values())
-    return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.seconds for job in one.jobs)))]
+    return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.work for job in one.jobs)))]
 
 
-def table_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
+def cell_jobs(cells: Sequence[Cell]) -> list[Job]:
+    """Return the job that measures one repetition of each cell; its work is the tokens that are fed."""
+    return [Job(cell.name, "cell", cell, place, work_of(cell)) for place, cell in enumerate(cells)]
+
+
+def work_of(cell: Cell) -> int:
+    sizes = {"input_len": cell.input_len, "output_len": cell.output_len}
+    return cell.batch_size * token_forwards(**sizes, kv_caching=cell.kv_caching)
+
+
+def table_groups(report: Report) -> Iterator[Group]:
     """Yield the cells in pairs, how often rounded weights agree with float32, and, late, steps by context."""
     cells = cells_of(report)
-    yield from paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
+    yield from paired(cell_jobs(cells))
     seen = set()
     for place, cell in enumerate(cells):
         # Random weights find all tokens about equally likely.
         if not has_rounded_weights(cell) or cell.model in RELEASED or cell.rounding in seen:
             continue
         seen.add(cell.rounding)
-        length = min(AGREED_ON, known.max_seq_len - 1)
+        length = report["plan"]["agreed_on"]
         asked = cell.but(batch_size=1, input_len=length, output_len=1, kv_caching=True, text=None)
-        seconds = 2 * known.of_tokens(length)
-        yield Group((Job(f"top-1 of {asked.name}", "agreement", asked, place, seconds, of_cell=False),))
+        yield Group((Job(f"top-1 of {asked.name}", "agreement", asked, place, of_cell=False),))
     if cells[0].engine == "llama":
+        contexts = context_lengths(cells[0].input_len)
         for batch in dict.fromkeys(cell.batch_size for cell in cells):
-            yield replace(steps_group(cells[0], batch, context_lengths(cells[0].input_len), known), late=True)
+            asked, options = cells[0].but(batch_size=batch, kv_caching=True), {"contexts": contexts}
+            yield Group((Job(f"steps at batch {batch}", "steps", asked, 0, batch, options, of_cell=False),), late=True)
 
 
-def report_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
-    """Yield the first pair of the table, the peaks and the page of a report, and the other pairs.
-
-    The texts come before: they are made where the pieces of predictions are timed.
-    """
+def report_groups(report: Report) -> Iterator[Group]:
+    """Yield the texts of a report, the first pair of its table, peaks and its page, and the other pairs."""
     cells = cells_of(report)
-    first, *others = paired([cell_job(place, cell, known) for place, cell in enumerate(cells)])
+    options = {"prompts": report["plan"]["prompts"], "length": WATCHED_STEPS}
+    yield Group((Job(TEXTS, "texts", cells[0], 0, options=options, of_cell=False),))
+    first, *others = paired(cell_jobs(cells))
     yield first
-    cell = cells[0].but(logits="all")
-    for steps in REPORT_LENGTHS:
-        recorded = recording_job(cell, known, most=steps)
-        seconds = known.of_tokens(3 * cell.total_len) + recorded.seconds - known.of_tokens(0)
-        if 2 * seconds <= left():  # a job that the budget ends has no rows: allow twice the predicted time
-            break
-    options = {"watched": recorded.options}
-    yield Group((Job("peaks and a page", "hand_in", cell, 0, seconds, options, of_cell=False),))
+    asked, options = cells[0].but(logits="all"), {"watched": _recorded()["options"]}
+    yield Group((Job("peaks and a page", "peaks_and_page", asked, 0, options=options, of_cell=False),))
     yield from others
 
 
-def recording_job(watched: Cell, known: Calibration, *, most: int | None = None) -> Job:
-    """Return the job that records WATCHED_STEPS steps, or `most`, for the page: twice with the cache, once without."""
-    steps = min(WATCHED_STEPS, most or WATCHED_STEPS)
-    plain = watched.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
-    cells = (plain.but(input_len=4, output_len=steps, kv_caching=on) for on in (True, True, False))
-    seconds = known.of_tokens(0) + sum(sum(known.of_forwards(cell)) for cell in cells)
-    options = {"prompt": WATCHED_PROMPT, "steps": steps}
-    return Job(RECORDING, "watch", plain, 0, seconds, options, of_cell=False)
-
-
-def steps_group(cell: Cell, batch: int, contexts: Sequence[int], known: Calibration) -> Group:
-    """Return the job that times steps at these contexts: each warms up, and is timed at least three times."""
-    seconds = known.of_tokens(4 * batch * sum(contexts)) + 2 * ENOUGH * len(contexts)
-    asked = cell.but(batch_size=batch, kv_caching=True)
-    options = {"contexts": list(contexts)}
-    return Group((Job(f"steps at batch {batch}", "steps", asked, 0, seconds, options, of_cell=False),))
-
-
-def kind_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
+def kind_groups(report: Report) -> Iterator[Group]:
     """Yield the tasks that the user named, the quality of every kind, and then bytes and times by context.
 
-    The full cache and the first kind are a pair. All kinds have the same text, which is chosen once: as much as lets
-    all of them and the shortest context fit, and if nothing does the fewest tokens that judge.
+    The full cache and the first kind are a pair.
     """
     plan, kinds = report["plan"], [*enumerate(cells_of(report))]
-
-    def costs(contexts: Sequence[int]) -> float:
-        return len(contexts) * 3 * STEPS * known.step_seconds + known.of_tokens(sum(contexts))
 
     def grouped(jobs: list[Job]) -> Iterator[Group]:
         yield Group(tuple(jobs[:2]))
         yield from (Group((job,)) for job in jobs[2:])
 
-    yield from (task_group(task, kinds, known) for task in plan["tasks"])
-    shortest = len(kinds) * costs(plan["contexts"][:1])
-    for amount in () if measured_rows(report, "quality") else AMOUNTS:
-        choose_text(plan, amount, known.max_seq_len)
-        if len(kinds) * quality_seconds(plan, known) + shortest <= (1 - SPARED) * left():
-            break
-    seconds = quality_seconds(plan, known)
-    yield from grouped(
-        [Job(f"{cell.kv_cache}: quality", "cache_quality", cell, n, seconds, {"plan": plan}) for n, cell in kinds]
-    )
-    chosen = bool(measured_rows(report, "step"))
-    while len(plan["contexts"]) > 1 and not chosen and len(kinds) * costs(plan["contexts"]) > left():
-        plan["contexts"].pop()
-    each, options = costs(plan["contexts"]), {"contexts": plan["contexts"]}
-    yield from grouped(
-        [Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, n, each, options) for n, cell in kinds]
-    )
+    yield from (Group(tuple(task_job(cell, n, task) for n, cell in kinds)) for task in plan["tasks"])
+    yield from grouped([quality_job(cell, n, plan) for n, cell in kinds])
+    yield from grouped([costs_job(cell, n, plan) for n, cell in kinds])
 
 
-def task_group(task: dict[str, Any], kinds: Sequence[tuple[int, Cell]], known: Calibration) -> Group:
-    """Return the jobs that answer the samples of a task, with the question seen and not, one for each kind."""
+def quality_job(cell: Cell, place: int, plan: dict[str, Any]) -> Job:
+    return Job(f"{cell.kv_cache}: quality", "cache_quality", cell, place, options={"plan": plan})
+
+
+def costs_job(cell: Cell, place: int, plan: dict[str, Any]) -> Job:
+    return Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, place, options={"contexts": plan["contexts"]})
+
+
+def task_job(cell: Cell, place: int, task: dict[str, Any]) -> Job:
+    """Return the job that answers the samples of a task, with the question seen and not."""
     name = task["task"] if task["context"] is None else f"{task['task']} at {task['context']:,} tokens"
-    each, options = known.of_tokens(2 * task["tokens"]) + 2 * task["steps"] * known.step_seconds, {"plan": task}
-    jobs = [Job(f"{cell.kv_cache}: {name}", "cache_task", cell, n, each, options, of_cell=False) for n, cell in kinds]
-    return Group(tuple(jobs))
+    work = task["tokens"] + task["steps"]
+    return Job(f"{cell.kv_cache}: {name}", "cache_task", cell, place, work, {"plan": task}, of_cell=False)
 
 
-def choose_text(plan: dict[str, Any], amount: tuple[int, int, int, int], max_seq_len: int) -> None:
-    """Write one of AMOUNTS into the plan of `caches`, as far as the text and the model's limit allow it."""
-    (tokens, greedy, lengths, needles), prompt, longest = amount, plan["prompt_len"], plan["longest"]
-    plan["tokens"] = min(tokens, longest // 2 if prompt is None else longest - prompt)
-    plan["length"] = longest if prompt is None else prompt + plan["tokens"]
-    plan["greedy_tokens"] = min(greedy, plan["tokens"])
-    plan["needle_lengths"] = [length for length in NEEDLE_LENGTHS[:lengths] if length <= max_seq_len]
-    plan["needles"] = needles
-
-
-def quality_seconds(plan: dict[str, Any], known: Calibration) -> float:
-    """Predict the seconds of the quality of a kind: the text is fed twice, and twice again around greedy tokens."""
-    needles, greedy = 2 * plan["needles"], plan["greedy_tokens"]  # the question is seen, and is not
-    steps = plan["tokens"] + greedy + needles * len(plan["needle_lengths"]) * NEEDLE_STEPS
-    whole = (4 if greedy else 2) * plan["length"] + needles * sum(plan["needle_lengths"])
-    seconds: float = steps * known.step_seconds + known.of_tokens(whole)
-    return seconds
-
-
-def chat_groups(report: Report, known: Calibration, left: Callable[[], float]) -> Iterator[Group]:
+def chat_groups(report: Report) -> Iterator[Group]:
     """Yield the conversations of each engine in both modes, and the prompts that begin alike."""
-    plan = report["plan"]
-    contexts = [turn["history"] + turn["new"] for turn in plan["turns"]]
-    jobs = []
-    for place, cell in enumerate(cells_of(report)):
-        if cell.batch_size > 1:
-            kind, tokens = "prompts", plan["rows"] * (plan["shared"] + 2 * plan["own"]) + plan["shared"]
-        else:
-            kind, tokens = "conversation", sum(contexts) + (3 * contexts[-1] if cell.kv_caching else 0)
-        seconds = known.of_tokens(round(slower(cell) * tokens))
-        jobs.append(Job(cell.name, kind, cell, place, seconds, {"plan": plan}))
-    yield from paired(jobs)
+    options = {"plan": report["plan"]}
+    yield from paired(
+        [
+            Job(cell.name, "conversation" if cell.batch_size == 1 else "prompts", cell, place, options=options)
+            for place, cell in enumerate(cells_of(report))
+        ]
+    )
 
 
-GROUPS: dict[str, Callable[[Report, Calibration, Callable[[], float]], Iterator[Group]]] = {
+GROUPS: dict[str, Callable[[Report], Iterator[Group]]] = {
     "table": table_groups,
     "caches": kind_groups,
     "chat": chat_groups,
@@ -423,15 +364,3 @@ GROUPS: dict[str, Callable[[Report, Calibration, Callable[[], float]], Iterator[
 def cells_of(report: Report) -> list[Cell]:
     """Return what was asked for."""
     return [Cell(**cell) for cell in report["cells"]]
-
-
-def cell_job(place: int, cell: Cell, known: Calibration) -> Job:
-    """Return the job that measures one repetition of a cell; the first two forwards run once more, to warm up."""
-    seconds = known.of_forwards(cell)
-    whole = known.of_tokens(0) + slower(cell) * (sum(seconds) + sum(seconds[:2]))
-    return Job(cell.name, "cell", cell, place, whole)
-
-
-def slower(cell: Cell) -> float:
-    """Return how many times our time an engine is assumed to take before it has run."""
-    return 1.0 if cell.engine == "llama" else PEER_IS_SLOWER

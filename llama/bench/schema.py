@@ -14,6 +14,7 @@ from llama.host.machine import Ceilings
 
 SCHEMA = "llama-kv/benchmark/5"
 TEXTS = "the four texts"  # of a report: begins the line of `failures` on them
+NO_ROOM = "no room in the budget"  # ends the line of `failures` on what the budget left out
 
 Status = Literal["ok", "violated", "noisy", "not observed"]
 
@@ -24,7 +25,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "memory": ("name",),  # one line of a cell's memory ledger
     "step": ("batch_size", "context", "kv_caching"),  # a step at one context: its time, the bytes of the cache
     "comparison": (),  # the tokens with the cache, or with guesses, against those without
-    "peak": ("kv_caching",),  # the peak of a batch size if the logits of all positions are computed
+    "peak": ("batch_size", "kv_caching"),  # the peak if the logits of all positions are computed
     "text": ("prompt",),  # a prompt continued with the cache and without
     "agreement": (),  # the most likely tokens of rounded weights against those of float32
     "quality": ("context",),  # a kind of cache against the full one at one length of a text
@@ -112,9 +113,13 @@ def rows_of(report: Report, figures: str, cell: int | None = None) -> list[Row]:
     return [row for row in report["rows"] if row["figures"] == figures and cell in (None, row["cell"])]
 
 
-def measured_rows(report: Report, figures: str, cell: int | None = None) -> list[Row]:
-    """Return those rows of some figures that are not predicted."""
-    return [row for row in rows_of(report, figures, cell) if not row.get("predicted")]
+def peaks_of(report: Report) -> dict[tuple[int, bool], Row]:
+    """Return the peaks with the logits of all positions, by batch size and mode, the smallest batch first."""
+    return {(row["batch_size"], row["kv_caching"]): row for row in sorted(rows_of(report, "peak"), key=_by_batch)}
+
+
+def _by_batch(row: Row) -> tuple[int, bool]:
+    return row["batch_size"], not row["kv_caching"]
 
 
 def cell_row(report: Report, cell: int) -> Row:
@@ -129,14 +134,14 @@ def cell_of(report: Report, row: Row) -> Cell:
 
 def is_measured(row: Row) -> bool:
     """Return whether a row of a cell has times that were measured."""
-    return bool(row.get("seconds")) and not row.get("predicted", False)
+    return bool(row.get("seconds"))
 
 
 def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
     """Put rows into a report, as rows of `cell` if it is given.
 
-    A row that is there already gets the new repetition; a measured row replaces a predicted one. Of two checks the
-    violated one stays, and of two lines of a ledger the one with a measurement.
+    A row that is there already gets the new repetition. Of two checks the violated one stays, and of two lines of a
+    ledger the one with a measurement.
     """
 
     def key_of(row: Row) -> tuple[Any, ...]:
@@ -153,10 +158,6 @@ def merge(report: Report, rows: Iterable[Row], cell: int | None = None) -> None:
 
 
 def _merged(old: Row, new: Row) -> Row:
-    if new.get("predicted") and not old.get("predicted") and (old["figures"] != "cell" or is_measured(old)):
-        return old
-    if old.get("predicted"):
-        old = {name: old[name] for name in ("figures", "cell", "error", "notes") if name in old}
     if old["figures"] == "check":
         return old if old["status"] == "violated" else new
     if old["figures"] == "memory":

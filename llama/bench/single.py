@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.compare import add_note, add_result, compare_pair, with_rates
+from llama.bench.compare import add_note, compare_pair, with_rates
 from llama.bench.noise import judge_noise
-from llama.bench.run.jobs import JobDied, run_job
-from llama.bench.schema import Report, cell_row, merge, new_report, rows_of
+from llama.bench.schema import Report, merge, new_report, rows_of
 
 
 def benchmark_inference(
@@ -45,26 +44,27 @@ def measure_cell(
     command: str = "",
     waiting: Callable[[], None] = lambda: None,
 ) -> Report:
-    """Measure a cell and return its report; with `compare`, its `other` cell is the second one."""
+    """Measure a cell and return its report; with `compare`, its `other` cell is the second one. Raises ValueError."""
+    from llama.bench.plan import Run
+    from llama.bench.presets import Group, cell_jobs, cells_of
+
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
-    other = cell.other
-    report = new_report("cell", [cell, other] if compare else [cell], command=command)
-    runs = [(0, cell, repetition == 0) for repetition in range(repeats)] + ([(1, other, False)] if compare else [])
-    one = cell
-    try:
-        add_result(report, run_job("machine", cell, waiting=waiting), 0)
-        for place, one, trace in runs:
-            add_result(report, run_job("cell", one, waiting=waiting, trace=trace), place)
-        if compare:
-            on, off = rows_of(report, "cell")[:: 1 if cell.kv_caching else -1]
-            compare_pair(report, on, off)
-            # A check that the other mode violates is violated here too.
-            merge(report, [check for check in rows_of(report, "check", 1) if check["status"] == "violated"], 0)
-        else:
-            add_note(report, 0, f"{cell.compared}: not compared")
-    except JobDied as death:
-        cell_row(report, 0)["error"] = f"died: {one.name}: {death}"
+    report = new_report("cell", [cell, cell.other] if compare else [cell], command=command)
+    groups = [Group((job,), repeats=job.place == 0) for job in cell_jobs(cells_of(report))]
+    Run(report, groups, repetitions=repeats, waiting=lambda _: waiting()).measure()
+    own, *others = rows_of(report, "cell")
+    for row in rows_of(report, "cell"):
+        how, _, why = (row["error"] or "").partition(": ")
+        if how == "refused":
+            raise ValueError(why)
+        own["error"] = own["error"] or (f"{how}: {cell.other.name}: {why}" if how else None)
+    if not others:
+        add_note(report, 0, f"{cell.compared}: not compared")
+    elif not own["error"]:
+        compare_pair(report, *(own, *others)[:: 1 if cell.kv_caching else -1])
+        # A check that the other mode violates is violated here too.
+        merge(report, [check for check in rows_of(report, "check", 1) if check["status"] == "violated"], 0)
     with_rates(report)
     judge_noise(report)
     return report

@@ -11,22 +11,33 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama.api import pick_cache
 from llama.bench.cell import Cell
-from llama.bench.compare import OtherSetup, add_result
-from llama.bench.noise import judge_noise
-from llama.bench.presets import AMOUNTS, FEWEST, Calibration, Job, kind_groups, plan_report
+from llama.bench.compare import OtherSetup
+from llama.bench.plan import Run
+from llama.bench.presets import (
+    FEWEST,
+    MOST_SCORED,
+    Group,
+    Job,
+    check_contexts,
+    costs_job,
+    quality_job,
+    quality_plan,
+    task_job,
+    text_plan,
+)
 from llama.bench.report.files import write_json
+from llama.bench.run.cache_kind import OWN_TEXT
 from llama.bench.run.directory import read_report
-from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.models import find_model, make_cell, read_by, with_code
-from llama.bench.run.tasks import IN_FILE
+from llama.bench.run.tasks import IN_FILE, plan_tasks
 from llama.bench.schema import Report, cell_row, new_report
 from llama.bench.single import measure_cell
 from llama.costs import RELEASED
@@ -45,6 +56,7 @@ SETTINGS: dict[str, type] = {
     **dict.fromkeys(("device", "dtype", "logits", "quantize", "speculate", "text", "tokenizer_path"), str),
 }
 OF_TASK = ("repeats", "samples", "greedy_tokens", "compare", "text")  # settings that are no fields of a cell
+NEEDLE_CONTEXTS, MOST_GREEDY = (256, 512, 1024), 256
 OLD = "old"  # the folder of superseded results, which no report reads
 LOOK_EVERY = 1.0  # seconds, at a lock that another process has
 
@@ -154,10 +166,8 @@ def _check(axes: Mapping[str, list[Any]], settings: Mapping[str, Any]) -> None:
     for name, least in (("repeats", 1), ("samples", 1), ("greedy_tokens", 0)):
         if settings.get(name, least) < least:
             raise ValueError(f"the plan has {name}={settings[name]}, which must be at least {least}")
-    if settings.get("greedy_tokens", 0) > AMOUNTS[0][1]:
-        raise ValueError(
-            f"the plan has greedy_tokens={settings['greedy_tokens']}, which must be at most {AMOUNTS[0][1]}"
-        )
+    if settings.get("greedy_tokens", 0) > MOST_GREEDY:
+        raise ValueError(f"the plan has greedy_tokens={settings['greedy_tokens']}, which must be at most {MOST_GREEDY}")
     for name in ("compare", "speculate"):
         if name in settings and GENERATE not in axes["tasks"]:
             raise ValueError(f"the plan has {name}, which only the task {GENERATE} can have")
@@ -253,7 +263,9 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
             given = {name: value for name, value in point.settings if name in ("repeats", "compare")}
             report = measure_cell(cell, **given, command=command, waiting=waiting)
         else:
-            report = _measure_kind(cell, *_kind_jobs(point, cell), command, waiting)
+            plan, jobs = _kind_jobs(point, cell)
+            report = new_report("caches", [cell], command=command, plan=plan)
+            Run(report, [Group((replace(job, of_cell=True),)) for job in jobs], waiting=lambda _: waiting()).measure()
     except ValueError as why:
         known = Cell(model=point.model, input_len=point.context, batch_size=point.batch)
         kind = {"kv_caching": False} if point.kind == OFF else {"kv_cache": point.kind}
@@ -266,41 +278,20 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
 
 
 def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
-    """Return what the preset `caches` plans to measure of a kind at one context, and all its jobs, in any time."""
-    limit, scored = find_model(cell).args.max_seq_len, min(AMOUNTS[0][0], point.context // 2)
-    asked: Any = {"kinds": [point.kind], "contexts": [] if point.task.endswith(IN_FILE) else [point.context]}
+    """Return what is measured of a kind at one context, and the jobs that measure it."""
+    source, asked = find_model(cell), dict(point.settings)
+    if point.task == "costs":
+        plan: dict[str, Any] = {"contexts": check_contexts([point.context], source.args.max_seq_len)}
+        return plan, [costs_job(cell, 0, plan)]
     if point.task == "quality":
-        asked |= {"prompt_len": point.context - scored, "text": dict(point.settings).get("text")}
+        scored = min(MOST_SCORED, point.context // 2)
         if scored < FEWEST:
             raise ValueError(f"context={point.context} is too short: a kind is judged on texts of {2 * FEWEST} tokens")
-    elif point.task not in KIND_TASKS:
-        asked |= {"tasks": [point.task], "samples": dict(point.settings).get("samples")}
-    whole = plan_report("caches", cell, engines=[], **asked, budget=None)
-    plan = whole["plan"]
-    plan["longest"] = max(2 * FEWEST, min(plan["longest"], point.context))
-    groups = kind_groups(whole, Calibration(limit, 1, 0.0, 0.0, 0.0, 1, 0.0), lambda: inf)
-    jobs = [job for group in groups for job in group.jobs if job.kind == KIND_TASKS.get(point.task, "cache_task")]
-    # The jobs have the plan itself. Needles at other lengths belong to other cells.
-    plan["greedy_tokens"] = min(plan["greedy_tokens"], dict(point.settings).get("greedy_tokens", AMOUNTS[0][1]))
-    plan["needle_lengths"] = [length for length in plan["needle_lengths"] if length == point.context]
-    names = {"costs": ["contexts"], "quality": [*plan]}.get(point.task, ["tasks"])
-    return {name: plan[name] for name in names}, [job for job in jobs if job.cell.kv_cache == cell.kv_cache]
-
-
-def _measure_kind(
-    cell: Cell, plan: dict[str, Any], jobs: Sequence[Job], command: str, waiting: Callable[[], None]
-) -> Report:
-    report = new_report("caches", [cell], command=command, plan=plan)
-    for job in (Job("the machine's ceilings", "machine", cell, 0, 0.0), *jobs):
-        try:
-            found = run_job(job.kind, cell, waiting=waiting, **job.options)
-        except JobDied as death:  # the other jobs still have rows, although the next command measures all of them
-            cell_row(report, 0)["error"] = f"died: {job.name}: {death}"
-        except ValueError as why:
-            if job.kind == "machine" or len(jobs) == 1:
-                raise
-            report["failures"].append(f"{job.name}: {why}")
-        else:
-            add_result(report, found, 0)
-    judge_noise(report)
-    return report
+        text = asked.get("text", OWN_TEXT)
+        length = min(point.context, text_plan(source, text, point.context - scored)["length"])
+        needles = [point.context] if point.context in NEEDLE_CONTEXTS else []
+        greedy = asked.get("greedy_tokens", MOST_GREEDY)
+        plan = quality_plan(text, length, scored, greedy=greedy, needle_lengths=needles, needles=20)
+        return plan, [quality_job(cell, 0, plan)]
+    tasks = plan_tasks(source, [point.task], [point.context], asked.get("samples"), cell.seed)
+    return {"tasks": tasks}, [task_job(cell, 0, task) for task in tasks]

@@ -104,7 +104,7 @@ def _samples(report: Report) -> dict[tuple[Any, ...], tuple[Row, list[float]]]:
     Raises TypeError for a value that is not a number.
     """
     found: dict[tuple[Any, ...], tuple[Row, list[float]]] = {}
-    for row in (one for one in report["rows"] if not one.get("predicted")):
+    for row in report["rows"]:
         for name in (name for name in row if name in SAMPLED | SINGLE):
             values = row[name] if isinstance(row[name], list) else [row[name]]
             if known := [one for one in values if one not in (None, [])]:

@@ -110,8 +110,8 @@ def main(
         json: Write the report into this file.
         out: The folder in which a preset makes its own folder.
         budget: Minutes of a preset: every pair or kind once, then repetitions, up to 5, then curves. What does not fit
-            is left out and predicted, the largest batch first; one pair always runs, except in a report. 0 measures
-            everything once. By default 15, and for a report 5.
+            is left out, the largest batch first; one pair always runs. 0 measures everything once. By default 15, and
+            for a report 5.
         resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
         wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 if a cell was measured under load of other work.
@@ -134,7 +134,7 @@ def hand_in(
     It is bench --preset report, which has more flags.
 
     Args:
-        minutes: How long it may take; 0: any time. Pairs that do not fit are predicted, the largest batch first.
+        minutes: How long it may take; 0: any time. Pairs that do not fit are left out, the largest batch first.
         ckpt_dir: A checkpoint's directory or .gguf file; by default the demo on a CPU, and llama-3.2-1b on a GPU.
         device: Where it computes: auto, cpu, cuda or mps.
         out: The folder in which it makes its own folder.
@@ -311,20 +311,36 @@ def run_preset(
     All cells compute with as many threads as `cores` finds free now, or as many as the resumed run computed with. The
     budget begins at `began`.
     """
-    from llama.bench.plan import Run
-    from llama.bench.report.files import write_json, write_report
+    from llama.bench.plan import REPETITIONS, Run
+    from llama.bench.presets import groups_of
+    from llama.bench.report.files import RESULTS, STEPS_FILE, keep_steps, write_json, write_report
     from llama.bench.run.directory import new_run, resumed_run
-    from llama.host.progress import seconds_bar
+    from llama.host.progress import progress_bar
 
     folder, report = (resumed_run if flags.resume else new_run)(Path(flags.out), report)
     console.note(f"everything goes into {folder}")
     if cell.device == "cpu":
         cores.choose_threads(console.note, known=report["environment"].get("threads"))
-    by_default = cell.model == "demo" and cell.ranks == 1
-    watched = cell if (by_default if flags.page_watch is None else flags.page_watch) else None
-    bar = seconds_bar()
+    by_default = cell.model == "demo" and cell.ranks == 1 and flags.preset != "report"
+    is_watched = (by_default if flags.page_watch is None else flags.page_watch) and not (folder / STEPS_FILE).exists()
+    groups = groups_of(report, watched=cell if is_watched else None)
+    most = f" of {flags.budget:g} minutes" if flags.budget else ""
+    bar = progress_bar(total=60 * flags.budget or None, bar_format=f"{{desc}} |{{bar}}| {{elapsed}}{most}")
+
+    def waiting(name: str) -> None:
+        bar.set_description_str(name, refresh=False)
+        bar.update(min(time.monotonic() - began, bar.total or 0) - bar.n)
+        bar.refresh()
+
+    def save(page: str | None) -> None:
+        if page is not None:
+            keep_steps(folder, page)
+        write_json(report, folder / RESULTS)
+
+    console.note(f"{sum(len(group.jobs) for group in groups)} jobs, each in a process of its own")
+    repetitions = REPETITIONS if flags.budget else 1
     try:
-        Run(folder, report, bar, watched=watched, began=began).run()
+        Run(report, groups, repetitions=repetitions, waiting=waiting, save=save, began=began).run()
     except KeyboardInterrupt as stop:
         console.say(f"{console.in_words(stop)}; what is finished is kept, and --resume continues")
         return console.exit_code(stop)

@@ -87,7 +87,6 @@ def _measure_part(file: Path, folder: Path, i: int, n: int) -> int:
 
 def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
     """Measure the cells that are not done, with a progress bar; return the exit code of all, done before or now."""
-    from llama.bench.plan import duration
     from llama.bench.run.directory import read_report
     from llama.bench.sweep import OLD, file_of, is_done, measure_points, superseded
 
@@ -104,7 +103,9 @@ def measure_cells(points: "Sequence[Point]", folder: Path) -> int:
 
             def begin(point: "Point") -> None:
                 took = (time.perf_counter() - began) / max(1, bar.n - bar.initial)
-                left = f", about {duration(took * (len(points) - bar.n))} left" if bar.n > bar.initial else ""
+                left = (
+                    f", about {bar.format_interval(took * (len(points) - bar.n))} left" if bar.n > bar.initial else ""
+                )
                 bar.set_postfix_str(f"now {point.name}{left}")
 
             began = time.perf_counter()

@@ -9,7 +9,7 @@ from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from tiny import tiny_args, tiny_model
 
 from llama.bench.cell import Cell
-from llama.bench.presets import Calibration, Job, table_cells, table_groups
+from llama.bench.presets import Job, table_cells, table_groups
 from llama.bench.run import worker
 from llama.bench.run.engines import SCORED, LlamaEngine
 from llama.bench.run.models import engine_class, has_rounded_weights
@@ -58,8 +58,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
 
 def agreements(cells: list[Cell]) -> list[Job]:
     """Return the jobs of a table that count how often rounded weights agree with float32."""
-    known = Calibration(256, 10, 2.0, 5.0, 0.25, 1, 0.25)
-    groups = table_groups(new_report("table", cells), known, lambda: 0.0)
+    groups = table_groups(new_report("table", cells, plan={"agreed_on": 255}))
     return [job for group in groups for job in group.jobs if job.kind == "agreement"]
 
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fakes import Bytes, write_checkpoint
-from jobs_here import CEILINGS, Here, jobs_here, run_of
+from jobs_here import Here, jobs_here, run_of
 
 from llama import load
-from llama.bench import plan as plan_module
 from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.presets import FEWEST, Calibration, choose_text, kind_groups, plan_report, text_plan
+from llama.bench.presets import FEWEST, plan_report, quality_plan, text_plan
 from llama.bench.report.text import report_markdown
 from llama.bench.run import cache_kind, step_times, worker
 from llama.bench.run.cache_kind import STEPS, greedy_divergence
@@ -23,7 +22,7 @@ from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.kind_validity import CHECKS
 from llama.bench.run.models import find_model
-from llama.bench.schema import Report, Row, cell_row, measured_rows, rows_of
+from llama.bench.schema import Report, Row, cell_row, rows_of
 from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
@@ -55,8 +54,11 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
     monkeypatch.setattr(cache_kind, "BLOCK", 6)
     monkeypatch.setattr(presets, "NEEDLE_LENGTHS", (120,))
+    monkeypatch.setattr(presets, "SCORED", SCORED)
+    monkeypatch.setattr(presets, "MOST_SCORED", SCORED)
+    monkeypatch.setattr(presets, "GREEDY", 10)
+    monkeypatch.setattr(presets, "NEEDLES", 1)
     monkeypatch.setattr(cache_kind, "samples_of", lambda *_: [Sample(TEXT[:119], " ?", ("no",), max_gen_len=3)])
-    monkeypatch.setattr(presets, "AMOUNTS", ((SCORED, 10, 1, 1), (8, 4, 0, 0), (8, 0, 0, 0)))
     monkeypatch.setattr(presets, "FEWEST", 8)
     monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
     monkeypatch.setattr(OtherLoad, "stop", lambda _: 0.0)
@@ -73,8 +75,9 @@ def measured(
 
 def judged(cell: Cell, needles: int = 0, **changes: Any) -> list[Row]:
     """Return the rows of the job that judges a kind on the text of a whole run."""
-    plan: Any = {"text": cache_kind.OWN_TEXT, "prompt_len": None, "longest": LENGTH} | changes
-    choose_text(plan, (SCORED, 10, needles, needles), 160)
+    lengths = [120] * bool(needles)
+    plan = quality_plan(cache_kind.OWN_TEXT, LENGTH, SCORED, greedy=10, needle_lengths=lengths, needles=needles)
+    plan |= changes
     rows: list[Row] = worker.JOBS["cache_quality"](cell, plan=plan)["rows"]
     return rows
 
@@ -102,7 +105,7 @@ def test_every_kind_is_measured_beside_the_full_cache_at_one_length(whole: Whole
     report, all_kinds = whole.report, ["static", *KINDS]
     assert [cell["kv_cache"] for cell in report["cells"]] == all_kinds
     assert whole.jobs == [
-        *("machine static", "calibrate static"),
+        "machine static",
         *(f"cache_quality {kind}" for kind in all_kinds),
         *(f"cache_costs {kind}" for kind in all_kinds),
     ]
@@ -217,73 +220,23 @@ def test_a_kind_of_ones_own_is_judged_in_a_process_of_its_own(own: Cell) -> None
     assert [row["judged"] for row in rows if row["figures"] == "quality"] == [True]
 
 
-@pytest.mark.usefixtures("here")
-def test_a_budget_decides_on_how_much_text_the_quality_is_measured(base: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presets, "quality_seconds", lambda plan, known: 10.0 * plan["tokens"])
-    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=10)
-    next(kind_groups(report, Calibration(160, 64, 0.0, 0.0, 0.0, 1, 0.0), lambda: 250.0))
-    assert [report["plan"][name] for name in ("tokens", "greedy_tokens", "needle_lengths")] == [8, 4, []]
-
-
-def test_a_budget_of_a_moment_judges_the_full_cache_and_one_kind_and_predicts_the_bytes_of_what_is_left_out(
+def test_a_budget_of_a_moment_judges_the_full_cache_and_one_kind_and_lists_what_is_left_out(
     base: Cell, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = ["int8", "window:20+4"]
     report = measured(base, tmp_path, kinds=kinds, minutes=0.0001)
-    assert here.done == ["machine static", "calibrate static", "cache_quality static", "cache_quality int8"]
-    assert (report["plan"]["contexts"], report["plan"]["tokens"]) == ([32], 8)
+    assert here.done == ["machine static", "cache_quality static", "cache_quality int8"]
     costs = [f"{kind}: bytes and times" for kind in ("static", *kinds)]
     assert report["failures"] == [f"{what}: no room in the budget" for what in ("window:20+4: quality", *costs)]
     assert script.report_exit_code(report) == 0
-    shown = report_markdown(report)
-    assert "| window:20+4 | predicted | ~0.01 | ~0.38 | not measured |" in shown
-    assert "| window:20+4 | 32 | not observed | 0.01 | not measured | predicted |" in shown
-    assert quality(report, 2)["predicted_cache_bytes"] == 24 * POSITION
+    assert "| 64 | int8 |" in report_markdown(report)
     here.done = []
     monkeypatch.setattr(OtherLoad, "stop", lambda _: float(1 << 20))
     whole = measured(base, tmp_path, kinds=kinds, minutes=0, resume=True)
-    assert here.done[2:] == ["cache_quality window:20+4", *(f"cache_costs {kind}" for kind in ("static", *kinds))]
-    assert "predicted |" not in report_markdown(whole), "what is measured replaces its prediction"
-    for place in range(3):
-        assert quality(whole, place)["cache_bytes"] == quality(report, place)["predicted_cache_bytes"]
-        assert quality(whole, place)["tokens"] == 8, "what is compared is alike"
+    assert here.done[1:] == ["cache_quality window:20+4", *(f"cache_costs {kind}" for kind in ("static", *kinds))]
     noisy = {row["cell"] for row in rows_of(whole, "check") if row["status"] == "noisy"}
     assert noisy == {0, 1, 2}, "steps that others disturbed are marked"
     assert script.report_exit_code(whole, strict=True) == 4
-
-
-@pytest.mark.parametrize(("load", "minutes", "kinds"), [(1.0, 6.0, 8), (3.0, 6.0, 7), (1.0, 2.0, 3), (6.0, 6.0, 8)])
-def test_all_kinds_are_judged_before_any_curve_is_drawn_however_busy_the_machine_is(
-    base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, minutes: float, kinds: int
-) -> None:
-    """5 s to start and load, 500 tokens a second in a prompt and 25 in steps, as the demo does, each `load` times."""
-    now, done = [0.0], list[str]()
-    timed = {"max_seq_len": 8192, "input_len": 100, "load_seconds": load, "prefill_seconds": 0.2 * load}
-    timed |= {"step_seconds": 0.04 * load, "many_rows": 1, "many_seconds": 0.04 * load}
-
-    def do(kind: str, cell: Cell, *, waiting: Any, plan: Any = None, contexts: Any = None, **options: Any) -> Any:
-        known = Calibration(**timed, start_seconds=4 * load)
-        if kind in ("machine", "calibrate"):
-            now[0] += 5 * load
-            return {"environment": {}, "ceilings": CEILINGS, "model": None, "timed": timed, "seconds": load}
-        now[0] += presets.quality_seconds(plan, known) if plan else known.of_tokens(sum(contexts))
-        done.append(kind)
-        figures = {"figures": "quality", "context": plan["length"]} if plan else {"figures": "cell", "error": None}
-        return {"rows": [{**figures, "notes": [], "cache_bytes": 1, "predicted_cache_bytes": 1, "judged": False}]}
-
-    monkeypatch.setattr(plan_module, "run_job", do)
-    monkeypatch.setattr(plan_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(presets, "LENGTH", 2048)
-    monkeypatch.setattr(cache_kind, "read_corpus", lambda: TEXT)
-    names = [f"window:{40 + n}+4" for n in range(kinds - 1)]
-    report = plan_report("caches", base, engines=[], kinds=names, budget=minutes)
-    report["plan"] |= {"longest": 2048, "contexts": [1024]}
-    run_of(report, tmp_path).run()
-    judged = done.count("cache_quality")
-    assert done == sorted(done, reverse=True), "quality first"
-    assert judged == kinds or load > 3
-    assert report["plan"]["tokens"] >= 32
-    assert now[0] <= 1.2 * 60 * minutes
 
 
 def test_named_tasks_are_measured_for_every_kind_before_all_else_if_they_fit(
@@ -293,13 +246,13 @@ def test_named_tasks_are_measured_for_every_kind_before_all_else_if_they_fit(
     line = {"context": "the day and the night " * 5, "question": " ?", "answers": ["a"], "metric": "contains"}
     file.write_text("".join(json.dumps({**line, "max_gen_len": n}) + "\n" for n in (2, 3)))
     report = measured(base, tmp_path, kinds=["int8"], tasks=[str(file)])
-    assert here.done[2:4] == ["cache_task static", "cache_task int8"]
+    assert here.done[1:3] == ["cache_task static", "cache_task int8"]
     rows = [row for row in rows_of(report, "task") if row["task"] == str(file)]
     assert [(row["cell"], row["context"], row["answer_lens"]) for row in rows] == [(0, None, [2, 3]), (1, None, [2, 3])]
     assert f"| {file} | as in the file | int8 |" in report_markdown(report).replace("\\", "")
     here.done = []
     short = measured(base, tmp_path / "short", kinds=["int8"], tasks=[str(file)], minutes=0.0001)
-    assert here.done[2:] == ["cache_quality static", "cache_quality int8"], (
+    assert here.done[1:] == ["cache_quality static", "cache_quality int8"], (
         "tasks may take hours: they never run anyway"
     )
     assert f"int8: {file}: no room in the budget" in short["failures"]
@@ -311,20 +264,12 @@ def test_a_kind_that_dies_leaves_the_others_and_is_told(base: Cell, here: Here, 
     report = measured(base, tmp_path, kinds=["int8", "paged"])
     assert report["failures"] == ["paged: bytes and times: died: its process was ended"]
     assert [row["error"] for row in rows_of(report, "cell")] == [None, "died: its process was ended", None]
-    assert [row["cell"] for row in rows_of(report, "quality")] == [0, 2], "what died is not predicted"
+    assert [row["cell"] for row in rows_of(report, "quality")] == [0, 2], "what died has no row"
     assert script.report_exit_code(report) == script.DIED
     assert "its process was ended" in report_markdown(report)
-    assert {row["cell"] for row in measured_rows(report, "step")} == {0, 1}, "another job of a kind that died"
-
-
-def test_what_named_tasks_take_is_not_planned_for_the_other_figures_too(base: Cell, tmp_path: Path) -> None:
-    """Or a budget in which all fits is called too small: two kinds need 810 s for the task, and the rest 45 s."""
-    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=15)
-    task = {"task": "vt", "context": 1024, "tokens": 100_000, "steps": 0}
-    report["plan"] |= {"longest": 2048, "contexts": [1024], "tasks": [task]}
-    run = run_of(report, tmp_path)
-    run.calibration = Calibration(8192, 100, 1.0, 0.2, 0.04, 1, 0.04)
-    assert 855 < sum(map(run.expected, run._planned())) < run.seconds_left()
+    assert {row["cell"] for row in rows_of(report, "step") if "step_seconds" in row} == {0, 1}, (
+        "another job of a kind that died"
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -333,7 +278,7 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     file = tmp_path / "own.txt"
     file.write_text("".join(f"{n} apples and {n * n} pears. " for n in range(60)))
     report = plan_report("caches", base, engines=[], kinds=["int8"], budget=60, text=str(file), prompt_len=50)
-    _, found, *_ = judged(base.but(kv_cache="int8"), **report["plan"])
+    _, found, *_ = judged(base.but(kv_cache="int8"), **report["plan"] | {"needle_lengths": []})
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
     ids = encode_prompt(tokenizer, file.read_text())[: 50 + SCORED]
     assert (found["context"], found["tokens"]) == (50 + SCORED, SCORED)
@@ -369,7 +314,7 @@ def test_a_text_of_twice_the_fewest_tokens_is_enough(tmp_path: Path) -> None:
     source: Any = SimpleNamespace(tokenizer=Bytes(), args=SimpleNamespace(max_seq_len=9999))
     file = tmp_path / "own.txt"
     file.write_text("a" * (2 * FEWEST - 1))  # and a BOS
-    assert text_plan(source, str(file), None)["longest"] == 2 * FEWEST
+    assert text_plan(source, str(file), None)["length"] == 2 * FEWEST
 
 
 @pytest.mark.usefixtures("here")

@@ -10,7 +10,7 @@ from fakes import write_checkpoint
 from jobs_here import Here, jobs_here, run_of
 
 from llama import Chat, Transformer, load
-from llama.bench import plan, presets
+from llama.bench import presets
 from llama.bench.cell import Cell
 from llama.bench.presets import chat_cells, plan_report
 from llama.bench.run import conversation, worker
@@ -64,7 +64,8 @@ def planned(base: Cell, engines: list[str], minutes: float = 60) -> Report:
 
 
 def measured(base: Cell, out: Path, engines: list[str] = [], **asked: Any) -> Report:  # noqa: B006  (read only)
-    run = run_of(planned(base, engines, asked.get("minutes", 60)), out, resume=asked.get("resume", False))
+    repeats = {"repetitions": asked.get("n", 1), "resume": asked.get("resume", False)}
+    run = run_of(planned(base, engines, asked.get("minutes", 60)), out, **repeats)
     run.run()
     return run.report
 
@@ -89,8 +90,8 @@ def whole(base: Cell, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report,
 
 def test_every_engine_does_the_same_turns_in_every_way_it_has(whole: tuple[Report, list[str]]) -> None:
     report, jobs = whole
-    assert sorted(jobs[2:]) == sorted([*(f"conversation: {name}" for name in CELLS[:-1]), f"prompts: {CELLS[-1]}"])
-    assert jobs[2:4] == [f"conversation: {name}" for name in CELLS[:2]], "ours first, the pair together"
+    assert sorted(jobs[1:]) == sorted([*(f"conversation: {name}" for name in CELLS[:-1]), f"prompts: {CELLS[-1]}"])
+    assert jobs[1:3] == [f"conversation: {name}" for name in CELLS[:2]], "ours first, the pair together"
     assert report["failures"] == []
     assert [row["error"] for row in rows_of(report, "cell")] == [None] * len(CELLS)
     first = ways_of(report, 0)["kept"]
@@ -214,11 +215,11 @@ def test_a_budget_leaves_out_whole_pairs_but_never_the_first_and_a_run_goes_on_w
 ) -> None:
     report = measured(base, tmp_path, ["transformers"], minutes=1e-6)
     names = [CELLS[0], CELLS[1], *CELLS[2:4], CELLS[-1]]
-    assert here.done[2:] == [f"conversation: {name}" for name in names[:2]]
+    assert here.done[1:] == [f"conversation: {name}" for name in names[:2]]
     assert report["failures"] == [f"{name}: no room in the budget" for name in names[2:]]
     here.done.clear()
     report = measured(base, tmp_path, ["transformers"], resume=True)
-    assert here.done[2:] == [*(f"conversation: {name}" for name in names[2:4]), f"prompts: {names[4]}"]
+    assert here.done[1:] == [*(f"conversation: {name}" for name in names[2:4]), f"prompts: {names[4]}"]
     assert report["failures"] == []
 
 
@@ -226,7 +227,6 @@ def test_a_budget_leaves_out_whole_pairs_but_never_the_first_and_a_run_goes_on_w
 def test_repetitions_add_up_and_one_that_feeds_otherwise_is_enough_to_violate(
     base: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "REPETITIONS", 2)
     feed, times = conversation._first_tokens, iter(range(99))
 
     def second_is_wrong(*given: Any, **named: Any) -> Row:
@@ -234,7 +234,7 @@ def test_repetitions_add_up_and_one_that_feeds_otherwise_is_enough_to_violate(
         return {**row, "tokens_fed": row["tokens_fed"] + (next(times) == 6)}  # of four calls a job, two warm up
 
     monkeypatch.setattr(conversation, "_first_tokens", second_is_wrong)
-    report = measured(base, tmp_path)
+    report = measured(base, tmp_path, n=2)
     assert {len(row["first_token_seconds"]) for row in rows_of(report, "turn") + rows_of(report, "prompts")} == {2}
     (disk,) = rows_of(report, "disk")
     assert [len(disk["save_seconds"]), len(disk["load_seconds"]), len(disk["feed_seconds"])] == [2, 2, 2]

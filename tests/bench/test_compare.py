@@ -91,14 +91,12 @@ def test_few_samples_have_a_ratio_without_interval_and_are_never_worse(n: int) -
     assert (found.interval, found.verdict(0.0)) == (None, "not judged")
 
 
-def test_figures_of_one_side_are_listed_and_predicted_ones_are_none() -> None:
+def test_figures_of_one_side_are_listed() -> None:
     a, b = caches_report(["static", "int8"]), caches_report(["static", "int4"])
     for report in (a, b):
         report["rows"] = [row for row in report["rows"] if row["figures"] == "quality"]
     found = {(one.name.split(", ")[-2], one.verdict(5.0)) for one in figures(a, b)}
     assert found == {("cache on", "not judged"), ("int8 cache", "only in A"), ("int4 cache", "only in B")}
-    b["rows"][1]["predicted"] = True
-    assert {one.verdict(5.0) for one in figures(a, b)} == {"not judged", "only in A"}
 
 
 def scored(scores: list[float], digest: str | None = "d") -> Report:

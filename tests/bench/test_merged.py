@@ -104,6 +104,12 @@ def test_two_contents_of_the_file_of_a_kind_are_two_rows_that_the_table_tells_ap
     assert "| aa |" not in report_markdown(merged([report_of(STATIC), mine[0]])), "one content needs no column"
 
 
+def test_what_the_cache_saves_is_said_of_pairs_of_one_setup_alone() -> None:
+    for machine, pairs in (("a", 1), ("b", 0)):
+        report = merged([report_of(STATIC), report_of(OFF, {**SETUP, "machine": machine})])
+        assert report_markdown(report).count("**What the cache saves**") == pairs
+
+
 def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -> None:
     other = {**SETUP, "machine": "b", "cpu": "Xeon"}
     report = merged([quality_of("static", "x"), quality_of("int8", "x", other), quality_of("int8", "x", nll=3.501)])
@@ -115,7 +121,7 @@ def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -
     assert ratios(report, "task", "int8")[1] == pytest.approx(0.297, rel=0.01)
     lines = report_markdown(report).splitlines()
     assert sum("| 2, 1 |" in line for line in lines) == 2
-    (line,) = (line for line in lines if line.startswith("| demo | int8 | 1,024 | 1 | needle |"))
+    (line,) = (line for line in lines if line.startswith("| 2, 1 | needle | 1,024 | int8 |"))
     assert line.endswith("| 20 |"), "n counts samples"
     changed = merged([quality_of("int8", "x"), quality_of("int8", "x", other, nll=3.6)])  # by the code of the kind
     assert [row["nll"] for row in rows_of(changed, "quality")] == [3.5, 3.6]
@@ -135,22 +141,18 @@ def test_scores_are_compared_sample_by_sample_with_the_full_cache_of_the_same_in
     merged_rows = rows_of(found := merged(reports), "task")
     assert [row.get("minus_full") for row in merged_rows] == [None, [-1.0] * 10 + [0.0] * 10, None]
     lines = [line.split(" | ") for line in report_markdown(found).splitlines() if "| needle |" in line]
-    shown = {line[1]: line[line.index("needle") :] for line in lines}
+    shown = {line[3]: line for line in lines}
     assert "-50.0 (-70.0 to -30.0)" in shown["int8"]
     assert "10: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more" in shown["int8"]
     assert not any("-100" in text for text in shown["window:512+4"]), "other inputs"
 
 
-def test_a_predicted_row_replaces_no_measured_one_and_an_error_stays() -> None:
+def test_an_error_stays() -> None:
     measured, died = report_of(STATIC), report_of(STATIC)
-    rows_of(died, "cell")[0].update(seconds=[9.0], predicted=True, error="died: of memory")
+    rows_of(died, "cell")[0].update(error="died: of memory")
     for order in ([measured, died], [died, measured]):
         (row,) = rows_of(merged(order), "cell")
-        assert (row["seconds"], row.get("predicted"), row["error"]) == (
-            rows_of(measured, "cell")[0]["seconds"],
-            None,
-            "died: of memory",
-        )
+        assert (len(row["seconds"]), row["error"]) == (6, "died: of memory")
 
 
 def test_a_second_measurement_on_the_same_setup_adds_repetitions_and_on_another_a_row() -> None:
@@ -176,13 +178,13 @@ def test_results_of_every_kind_make_one_report_with_what_differs(
     asked = [str(tmp_path / "a"), files[1], str(tmp_path / "sweep")]
     assert merge(*asked, *asked, out=str(out)) == 3  # each content counts once; a check is violated
     printed = capsys.readouterr().out
-    assert "VIOLATED demo, batch 1, cache on, 256 tokens: cache: it was off" in printed
+    assert "VIOLATED batch 1, cache on, input len 256: cache: it was off" in printed
     report = json.loads((out / RESULTS).read_text("utf-8"))
     assert len(report["cells"]) == 6 + 2 + 2
     assert {len(row["seconds"]) for row in rows_of(report, "cell") if row.get("seconds")} == {3}
     assert {"ids", "text"}.isdisjoint(name for row in report["rows"] for name in row)
     page = (out / "report.html").read_text("utf-8")
-    for words in ("Generation", "Steps", "Quality", "Setups", "int8", "AMD EPYC 7R13"):
+    for words in ("Every cell", "Time of a step", "time and quality", "Setups", "int8", "AMD EPYC 7R13"):
         assert words in page
     assert len(report_csv(report).splitlines()) > 20
 
@@ -192,7 +194,7 @@ def test_a_cell_that_was_refused_is_named_and_has_no_setup() -> None:
     report["environment"], report["rows"] = {}, report["rows"][:1]
     report["rows"][0] = {"figures": "cell", "cell": 0, "error": "refused: too long", "notes": []}
     found = merged([report])
-    assert "demo, batch 1, cache on, 64 tokens refused: too long" in report_markdown(found)
+    assert "batch 1, cache on refused: too long" in report_markdown(found)
     assert cell_row(found, 0)["setup"] is None
 
 

@@ -128,13 +128,6 @@ def test_single_steps_that_do_not_pay_either_explain_a_slower_cache() -> None:
         assert contradicted(2.0, 1.0, fewer=30, steps=known)[0]["status"] == expected
 
 
-def test_a_cell_that_was_predicted_is_not_judged_and_contradicts_nothing() -> None:
-    report = report_of(([2.0] * 3, [0.0] * 3), ([1.0], []))
-    cell_row(report, 1).update(predicted=True, token_forwards=3000)
-    judge_noise(report)
-    assert [(row["cell"], row["status"]) for row in rows_of(report, "check")] == [(0, "ok")]
-
-
 def test_a_noisy_table_fails_only_with_strict() -> None:
     cases: list[tuple[Any, str | None, tuple[int, int]]] = [
         ("ok", None, (0, 0)),

@@ -261,27 +261,25 @@ def test_what_cannot_be_measured_is_a_refused_cell_and_done(tmp_path: Path) -> N
     assert all(is_done(tmp_path, point) for point in points)
 
 
-def test_a_task_that_dies_leaves_the_others_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_dies_leaves_the_others_of_its_cell_and_a_model_that_cannot_be_opened_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def do(kind: str, cell: Cell, **_: Any) -> Any:
-        if kind == "vt":
-            raise JobDied("gone")
+        if kind == wrong[0]:
+            raise wrong[1]
         return {"rows": [bare_cell(0), {"figures": "task", "task": kind, "context": 64}]}
 
-    monkeypatch.setattr(sweep, "run_job", do)
-    jobs = [Job(task, task, Cell(), 0, 0.0) for task in ("fwe", "vt", "cwe")]
-    report = sweep._measure_kind(Cell(), {}, jobs, "", lambda: None)
-    assert cell_row(report, 0)["error"] == "died: vt: gone", "so that the cell is measured again"
+    jobs = [Job(task, task, Cell(), 0) for task in ("fwe", "vt", "cwe")]
+    monkeypatch.setattr("llama.bench.plan.run_job", do)
+    monkeypatch.setattr(sweep, "_kind_jobs", lambda *_: ({}, jobs))
+    monkeypatch.setattr(Point, "cell", lambda _: Cell())
+    wrong: tuple[str, Exception] = ("vt", JobDied("gone"))
+    report = sweep.measure(Point("demo", "ruler", 64, 1, "static"))
+    assert cell_row(report, 0)["error"] == "died: gone", "so that the cell is measured again"
     assert [row["task"] for row in rows_of(report, "task")] == ["machine", "fwe", "cwe"]
-
-
-def test_a_model_that_no_job_can_open_refuses_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError("it is malformed")
-
-    monkeypatch.setattr(sweep, "run_job", refuse)
-    jobs = [Job(task, task, Cell(), 0, 0.0) for task in ("fwe", "vt")]
-    with pytest.raises(ValueError, match="it is malformed"):
-        sweep._measure_kind(Cell(), {}, jobs, "", lambda: None)
+    wrong = ("machine", ValueError("it is malformed"))
+    report = sweep.measure(Point("demo", "ruler", 64, 1, "static"))
+    assert cell_row(report, 0)["error"] == "refused: it is malformed"
 
 
 def test_a_cell_during_which_the_code_changes_is_measured_again(
@@ -290,7 +288,8 @@ def test_a_cell_during_which_the_code_changes_is_measured_again(
     def changed(*_: Any, **__: Any) -> None:
         raise OtherSetup("commit was 'a' and is 'b'")
 
-    monkeypatch.setattr("llama.bench.single.run_job", changed)
+    monkeypatch.setattr("llama.bench.plan.run_job", lambda *_, **__: {})
+    monkeypatch.setattr("llama.bench.plan.add_result", changed)
     measure_all(tmp_path)
     assert cell_row(report_at(file_of(tmp_path, POINTS[0])), 0)["error"] == "died: commit was 'a' and is 'b'"
     assert not any(is_done(tmp_path, point) for point in POINTS)
@@ -373,7 +372,7 @@ def test_the_bar_names_the_cell_that_is_measured_and_the_time_left_once_it_is_kn
     lines = [line for line in capsys.readouterr().err.splitlines() if "now" in line]
     assert re.fullmatch(r"cells: 1 of 3 \|.*\| 00:00, now demo, generate, static, 64 tokens, batch 1", lines[0])
     assert re.search(
-        r"cells: 2 of 3 .*, now demo, generate, int8, 64 tokens, batch 1, about 0 s left", "\n".join(lines)
+        r"cells: 2 of 3 .*, now demo, generate, int8, 64 tokens, batch 1, about 00:00 left", "\n".join(lines)
     )
     assert not any("?" in line for line in lines)
 

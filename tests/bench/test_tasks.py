@@ -12,9 +12,10 @@ from bench_reports import caches_report
 from fakes import Bytes
 from tiny import tiny_model
 
-from llama.bench.presets import Calibration, kind_groups
-from llama.bench.report.tables import result_tables
-from llama.bench.report.tasks import mean_interval, task_table
+from llama.bench.merged import with_ratios
+from llama.bench.presets import kind_groups
+from llama.bench.report.tables import figure_tables
+from llama.bench.report.tasks import mean_interval
 from llama.bench.run.tasks import plan_tasks, samples_of, task_row
 from llama.bench.schema import Report, Row
 from llama.cli import benchmark_inference as script
@@ -88,13 +89,12 @@ def test_a_task_is_done_for_all_kinds_or_for_none() -> None:
     """Scores of different kinds are only meaningful together."""
     report = caches_report(["static", "int8"])
     report["plan"]["tasks"] = [{"task": "vt", "context": 512, "samples": 2, "seed": 1, "tokens": 900, "steps": 60}]
-    report["plan"] |= {"prompt_len": None, "longest": 2048}
-    first, *_ = kind_groups(report, Calibration(8192, 64, 1.0, 0.1, 0.02, 1, 0.02), lambda: 1e9)
+    first, *_ = kind_groups(report)
     assert [(job.kind, job.name) for job in first.jobs] == [
         ("cache_task", "static: vt at 512 tokens"),
         ("cache_task", "int8: vt at 512 tokens"),
     ]
-    assert first.jobs[0].seconds > 2 * 60 * 0.02 + 1800 * 0.1 / 64
+    assert first.jobs[0].work == 960
 
 
 def test_a_row_has_the_score_and_the_length_of_every_sample_both_ways() -> None:
@@ -128,44 +128,55 @@ def with_tasks(*scores: dict[str, list[float]], judged: bool = True) -> Report:
     return report
 
 
-def cells(report: Report) -> list[list[str]]:
-    return [list(row) for row in task_table(report).rows]
+def cells(report: Report) -> list[dict[str, str]]:
+    """Return the scores as rows by their heads."""
+    with_ratios(report)
+    (table,) = (one for one in figure_tables(report) if one.title == "Scores of tasks")
+    return [dict(zip(table.heads, row, strict=True)) for row in table.rows]
+
+
+SCORE, MINUS, LOST = "score, %", "minus full, %", "lost"
 
 
 def test_a_kind_is_compared_sample_by_sample_with_the_full_cache() -> None:
     full = [1.0] * 12 + [0.0] * 8
     same, worse = [*full[:11], 0.0, 1.0, *full[13:]], [0.0] * 9 + full[9:]
-    first, one, other = cells(with_tasks({"vt": full}, {"vt": same}, {"vt": worse}))
-    assert first[:7] == ["vt", "512", "static", "1.00", "60.0 (40.0 to 80.0)", "-", "-"]
-    assert one[4:8] == ["60.0 (40.0 to 80.0)", "no difference shown", "1: 11", "4.0"]
-    assert other[5] == "-45.0 (-70.0 to -25.0)"
-    assert other[6] == "9: 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"
-    assert other[8:11] == ["100.0", "no difference shown", "0"]
+    first, other, one = cells(with_tasks({"vt": full}, {"vt": same}, {"vt": worse}))
+    assert [row["KV cache"] for row in (first, other, one)] == ["static", "int4", "int8"]
+    assert (first["task"], first["context"], first["KV cache, MB"]) == ("vt", "512", "1.00")
+    assert (first[SCORE], first[MINUS], first[LOST]) == ("60.0 (40.0 to 80.0)", "-", "-")
+    assert (one[SCORE], one[MINUS], one[LOST]) == ("60.0 (40.0 to 80.0)", "no difference shown", "1: 11")
+    assert one["answer, tokens"] == "4.0"
+    assert (other[MINUS], other[LOST]) == ("-45.0 (-70.0 to -25.0)", "9: 0, 1, 2, 3, 4, 5, 6, 7 and 1 more")
+    seen = ("score, question seen, %", "minus full, question seen, %", "lost, question seen")
+    assert [other[name] for name in seen] == ["100.0", "no difference shown", "0"]
 
 
 def test_a_task_that_the_full_cache_fails_in_every_sample_does_not_judge_a_kind() -> None:
     full, better = [0.0] * 20, [0.0, 1.0] * 10
     _, one, other = cells(with_tasks({"vt": full}, {"vt": full}, {"vt": better}))
-    assert one[5] == other[5] == "the task cannot judge"
-    assert one[9] == "no difference shown", "with the question seen, the full cache has all"
+    assert one[MINUS] == other[MINUS] == "the task cannot judge"
+    assert one["minus full, question seen, %"] == "no difference shown", (
+        "with the question seen, the full cache has all"
+    )
 
 
 def test_few_samples_have_a_difference_without_interval_and_a_kind_that_did_not_act_is_not_judged() -> None:
     (_, one) = cells(with_tasks({"vt": [1.0] * 4}, {"vt": [0.0] * 4}))
-    assert one[4:7] == ["0.0", "-100.0 (too few samples)", "4: 0, 1, 2, 3"]
-    assert one[9] == "+0.0 (too few samples)"
+    assert (one[SCORE], one[MINUS], one[LOST]) == ("0.0", "-100.0 (too few samples)", "4: 0, 1, 2, 3")
+    assert one["minus full, question seen, %"] == "+0.0 (too few samples)"
     (_, one) = cells(with_tasks({"vt": [1.0] * 9}, {"vt": [0.0] * 9}, judged=False))
-    assert one[4:7] == ["not judged"] * 3
+    assert (one[SCORE], one[MINUS], one[LOST]) == ("not judged",) * 3
 
 
 def test_several_tasks_have_a_mean_over_all_samples_of_kinds_that_have_all_of_them() -> None:
     scores = {"vt": [1.0] * 6, "fwe": [0.5] * 6, "needle": [0.0] * 6}
     found = cells(with_tasks(scores, {**scores, "fwe": [0.0] * 6}))
-    assert [row[0] for row in found[-2:]] == ["the 2 tasks of RULER"] * 2
-    assert [row[4].partition(" ")[0] for row in found[-2:]] == ["75.0", "50.0"]
-    assert found[-1][5].startswith("-25.0 (")
+    means = [row for row in found if row["task"] == "the 2 tasks of RULER"]
+    assert [row[SCORE].partition(" ")[0] for row in means] == ["75.0", "50.0"]
+    assert means[-1][MINUS].startswith("-25.0 (")
     lacking = cells(with_tasks(scores, {"vt": [1.0] * 6}))
-    assert not any("RULER" in row[0] for row in lacking)
+    assert not any("RULER" in row["task"] for row in lacking)
 
 
 def test_the_interval_of_a_mean_misses_the_truth_in_about_one_case_of_twenty() -> None:
@@ -174,9 +185,3 @@ def test_the_interval_of_a_mean_misses_the_truth_in_about_one_case_of_twenty() -
         low, high = mean_interval(tuple(dice.gauss(0, 1) for _ in range(20))) or (1.0, 0.0)
         missed += not low <= 0 <= high
     assert 1 <= missed <= 6
-
-
-def test_the_tables_of_a_run_have_the_scores() -> None:
-    report = with_tasks({"vt": [1.0] * 6}, {"vt": [0.0] * 6})
-    (table,) = (one for one in result_tables(report) if one.title == "Scores of tasks")
-    assert [row[0] for row in table.rows] == ["vt", "vt"]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.schema import Report, Row, Status, cell_row, new_report, rows_of
+from llama.bench.merged import with_ratios
+from llama.bench.schema import Report, Row, Status, new_report
 from llama.bench.statistics import rates
 from llama.costs import MB, token_forwards
 
@@ -146,22 +147,23 @@ def table_report(cells: Sequence[dict[str, Any]] = SQUARES, **changed: Any) -> R
 
 
 def hand_in_report(**changed: Any) -> Report:
-    """Return the report of `--preset report`: batch 1 measured, the others predicted, texts, and peaks."""
+    """Return the report of `--preset report`: batch 1 and 8 measured, 16 left out, texts, and peaks."""
     whole = table_report([{"n": 1, **cell} for cell in SQUARES])
     whole["rows"] = [row for row in whole["rows"] if row["figures"] != "step"]
-    for index in (2, 3, 4, 5):
-        predicted(whole, index)
+    for index in (4, 5):
+        only_cell(whole, index)
     made: list[Row] = [{"figures": "text", "cell": 0, "prompt": "A *list*:\n- one", "cached_text": " two", "tokens": 1,
                         "uncached_text": " two", "equal": True},
                        {"figures": "text", "cell": 0, "prompt": "Two", "cached_text": " is less", "tokens": 2,
                         "uncached_text": " is more", "equal": False}]  # fmt: skip
-    for index, on in ((0, True), (0, False), (2, True), (2, False), (4, True), (4, False)):
+    for batch, on in ((batch, on) for batch in (1, 8, 16) for on in (True, False)):
         nbytes = (600 if on else 650) * MB
-        peak: Row = {"figures": "peak", "cell": index, "kv_caching": on, "predicted_bytes": nbytes}
-        made.append(peak | ({"predicted": True, "measured_bytes": None} if index else {"measured_bytes": nbytes}))
+        peak: Row = {"figures": "peak", "cell": 0, "batch_size": batch, "kv_caching": on, "predicted_bytes": nbytes}
+        made.append(peak | {"measured_bytes": nbytes if batch == 1 else None})
     plan = {"prompts": [row["prompt"] for row in made[:2]]}
     cells = [Cell(**cell) for cell in whole["cells"]]
-    return report_of("report", cells, [*whole["rows"], *made], plan=plan, **changed)
+    left = [f"{cell.name}: no room in the budget" for cell in cells[4:]]
+    return report_of("report", cells, [*whole["rows"], *made], plan=plan, failures=left, **changed)
 
 
 def long_report(**changed: Any) -> Report:
@@ -193,7 +195,9 @@ def caches_report(
                 rows.append({**rows[-1], "figures": "quality", **_quality(kind)})
     plan = {"text": "persuasion.txt", "contexts": [1024, 2048, 4096], "length": 2048, "tokens": 1024,
             "greedy_tokens": 256, "needle_lengths": [1024], "needles": 20, "tasks": []}  # fmt: skip
-    return report_of("caches", [Cell(kv_cache=kind) for kind in kinds], rows, plan=plan, **changed)
+    report = report_of("caches", [Cell(kv_cache=kind) for kind in kinds], rows, plan=plan, **changed)
+    with_ratios(report)
+    return report
 
 
 def _scores(kind: str) -> Any:
@@ -258,16 +262,3 @@ def only_cell(report: Report, index: int, **figures: Any) -> Report:
 def dead(report: Report, index: int) -> Report:
     """Make a cell one whose process died."""
     return only_cell(report, index, error="died: its process was killed (signal 9), most likely for want of memory")
-
-
-def predicted(report: Report, index: int) -> Report:
-    """Make a cell one that the budget left out: one value of each time, and a ledger without measurements."""
-    row = cell_row(report, index)
-    lines = [line for line in rows_of(report, "memory", index) if line["name"] != "resident"]
-    dropped = ("ids", "text", "bound_by", "resident_peak_bytes", "other_load_cores")
-    only_cell(report, index, **{key: value for key, value in row.items() if key not in dropped})
-    bare = cell_row(report, index)
-    bare |= {"predicted": True, "seconds": bare["seconds"][:1], "first_token_seconds": bare["first_token_seconds"][:1]}
-    bare |= {"step_seconds": bare["step_seconds"][:1], "within": 1.5}
-    report["rows"] += [{**line, "measured_bytes": None} for line in lines]
-    return report

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from llama.bench import compare, plan, presets, single, sweep
+from llama.bench import compare, plan, presets
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
+from llama.bench.presets import groups_of
+from llama.bench.report.files import RESULTS, keep_steps, steps_of, write_json
 from llama.bench.run import step_times, worker
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.schema import Report
-from llama.host.progress import seconds_bar
 
 # Beyond what the tiny model reaches anywhere, so that it raises neither.
 CEILINGS = {"read_bytes_per_second": 1e15, "read_by": "sum", "flops_per_second": 1e15, "flops_by": "linear"}
@@ -38,19 +39,27 @@ class Here:
         return done
 
 
-def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str], *, repetitions: int = 1) -> Here:
-    """Do all jobs in this process, with few repetitions of two batch sizes."""
+def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str]) -> Here:
+    """Do all jobs in this process, of two batch sizes."""
     here = Here(label)
-    for module in (plan, compare, single, sweep):
+    for module in (plan, compare):
         monkeypatch.setattr(module, "run_job", here)
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
     monkeypatch.setattr(presets, "BATCHES", (1, 2))
-    monkeypatch.setattr(presets, "STARTING", 0.0)
     monkeypatch.setattr(step_times, "MOST", step_times.LEAST)
-    monkeypatch.setattr(plan, "REPETITIONS", repetitions)
     return here
 
 
-def run_of(report: Report, out: Path, *, resume: bool = False) -> Run:
+def run_of(
+    report: Report, out: Path, *, resume: bool = False, repetitions: int = 1, watched: Cell | None = None
+) -> Run:
     """Return a run of a preset's report under `out`, or of the newest one there, which continues."""
-    return Run(*(resumed_run if resume else new_run)(out, report), seconds_bar())
+    folder, report = (resumed_run if resume else new_run)(out, report)
+
+    def save(page: str | None) -> None:
+        write_json(report, folder / RESULTS)
+        if page is not None:
+            keep_steps(folder, page)
+
+    watched = None if steps_of(folder) else watched
+    return Run(report, groups_of(report, watched), repetitions=repetitions, save=save)

@@ -16,12 +16,14 @@ class CellView:
     """A cell with its rows.
 
     index: its place in the head of the report.
+    among: what distinguishes it from others of the same name.
     row: its figures.
     checks: what was checked in it.
     memory: the lines of its memory ledger.
     """
 
     index: int
+    among: str
     cell: Cell
     row: Row
     checks: Sequence[Row]
@@ -40,10 +42,6 @@ class CellView:
         return is_measured(self.row)
 
     @property
-    def is_predicted(self) -> bool:
-        return bool(self.row.get("predicted"))
-
-    @property
     def is_fast(self) -> bool:
         """Whether it is ours and ran on another path than the plain one."""
         return self.is_ours and self.path not in ("plain", "")
@@ -54,7 +52,7 @@ class CellView:
         name = self.cell.name
         if self.is_fast:  # its path names the modes
             name = f"{self.cell.workload.name}, {self.path}"
-        return f"{name}, logits of all positions" if self.cell.logits == "all" else name
+        return f"{name}{', logits of all positions' * (self.cell.logits == 'all')}{self.among}"
 
     @property
     def pair_label(self) -> str:
@@ -82,7 +80,7 @@ class CellView:
 
     @property
     def has_peak(self) -> bool:
-        """Whether the peak of its tensors was measured or predicted."""
+        """Whether it has a memory ledger."""
         return self.line("peak") is not None
 
 
@@ -91,10 +89,12 @@ def cell_views(report: Report) -> list[CellView]:
     found: dict[tuple[str, int], list[Row]] = {}
     for row in report["rows"]:
         found.setdefault((row["figures"], row["cell"]), []).append(row)
+    differ = [name for name in ("model", "input_len") if len({cell[name] for cell in report["cells"]}) > 1]
     views = []
     for row in sorted(rows_of(report, "cell"), key=lambda row: row["cell"]):
         checks, memory = (found.get((figures, row["cell"]), []) for figures in ("check", "memory"))
-        views.append(CellView(row["cell"], cell_of(report, row), row, checks, memory))
+        among = "".join(f", {name.replace('_', ' ')} {report['cells'][row['cell']][name]}" for name in differ)
+        views.append(CellView(row["cell"], among, cell_of(report, row), row, checks, memory))
     return views
 
 
@@ -117,9 +117,9 @@ def in_table_order(views: Sequence[CellView]) -> list[CellView]:
 
 
 def groups(report: Report) -> list[list[CellView]]:
-    """Return the cells with times, measured or predicted, in groups that differ in the cache alone, on before off."""
-    found: dict[tuple[Cell, str], list[CellView]] = {}
+    """Return the cells with times, in groups that differ in the cache alone, on before off."""
+    found: dict[tuple[Any, ...], list[CellView]] = {}
     for view in in_table_order(cell_views(report)):
         if view.row.get("seconds"):
-            found.setdefault((view.cell.but(kv_caching=True), view.path), []).append(view)
+            found.setdefault((view.cell.but(kv_caching=True), view.path, view.row.get("setup")), []).append(view)
     return list(found.values())

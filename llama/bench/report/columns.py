@@ -25,7 +25,6 @@ class Column:
     form, unit: the format of a number, and what follows it.
     missing: the text for None.
     truth: the texts for False and True.
-    estimated: a figure of a predicted row begins with "~".
     """
 
     head: str
@@ -35,7 +34,6 @@ class Column:
     unit: str = ""
     missing: str = NOT_MEASURED
     truth: tuple[str, str] = ("no", "yes")
-    estimated: bool = False
 
     def write(self, value: Any) -> str:
         """Return a value as text; a spread of several values as its median, with p10 and p90 in brackets."""
@@ -53,28 +51,27 @@ class Column:
 
 TABLE_COLUMNS = {
     "seconds": Column(
-        "time, s", "the whole job: from the call with the prompts until the last token of all rows is on the host; "
-        "behind ~ the range in which a measurement is expected",
-        form=".2f", estimated=True,
+        "time, s", "the whole job: from the call with the prompts until the last token of all rows is on the host",
+        form=".2f",
     ),
     "first_token_seconds": Column(
         "time to first token, s", "from the same call until the first token of all rows is on the host",
-        form=".3f", estimated=True,
+        form=".3f",
     ),
     "step_seconds": Column(
         "time per output token, ms", "a later step, which makes one token for every row; with guesses the mean",
-        1e3, ".1f", estimated=True,
+        1e3, ".1f",
     ),
     "prefill_tokens_per_second": Column(
-        "prefill tokens/s", "batch size x input length / median time to first token", form=".1f", estimated=True
+        "prefill tokens/s", "batch size x input length / median time to first token", form=".1f"
     ),
     "decode_tokens_per_second": Column(
         "decode tokens/s", "batch size x (output length - 1) / median time after the first token",
-        form=".1f", estimated=True,
+        form=".1f",
     ),
     "tensor_peak_bytes": Column(
         "peak of tensors, MB", "the most bytes in tensors, as CUDA or a trace of PyTorch's CPU allocator counts them",
-        1 / MB, ".2f", estimated=True,
+        1 / MB, ".2f",
     ),
     "resident_peak_bytes": Column(
         "peak resident, MB", "the most memory of the process in RAM: tensors, code, and what libraries keep",
@@ -90,18 +87,17 @@ TABLE_COLUMNS = {
     "file_bytes": Column("file, MB", "", 1 / MB, ".1f"),
     "name": Column("memory"),
     "counts": Column("at the peak", missing=""),
-    "kv_caching": Column("KV cache", truth=("off", "on")),
+    "kind": Column("KV cache", "its kind, or off"),
     "token_forwards": Column("work, token-forwards", "tokens fed through the model, over all rows and steps"),
     "proposed": Column("guessed tokens fed", "by --speculate, over all rows and calls", missing="none"),
     "accepted": Column("of them right", "guessed tokens that the model would have made, too", missing="none"),
     "path": Column("path", "what executed the forwards, as was seen: plain, exact, native, CUDA graphs, or a peer"),
-    "top1_as_fp32": Column("top-1 as fp32", "of rounded weights: how often the most likely token is that of float32"),
     "less_work": Column("less work", "token-forwards without the cache over those with it", form=".1f", unit="x"),
     "times_faster": Column(
         "times faster", "the median time without the cache over that with it; in brackets its range, if that is wide",
-        form=".1f", unit="x", estimated=True,
+        form=".1f", unit="x",
     ),
-    "steps_faster": Column("times faster per output token", form=".1f", unit="x", estimated=True),
+    "steps_faster": Column("times faster per output token", form=".1f", unit="x"),
     "more_bytes": Column("more memory at the peak, MB", "", 1 / MB, "+.1f"),
     "bound_on": Column("bound by, cache on", "the limit that the middle step comes near", missing=NOT_OBSERVED),
     "bound_off": Column("bound by, cache off", missing=NOT_OBSERVED),
@@ -113,7 +109,7 @@ TABLE_COLUMNS = {
     "context": Column("context"),
     "greedy_text": Column("greedy text"),
     "of_full": Column(
-        "of full cache", "the bytes over those of the full cache, which stores everything; ~: over its predicted ones",
+        "of full cache", "the bytes over those of the full cache, which stores everything",
         form=".2f",
     ),
     "time_of_full": Column(
@@ -144,6 +140,7 @@ TABLE_COLUMNS = {
     "difference_question_seen": Column("minus full, question seen, %"),
     "lost_question_seen": Column("lost, question seen"),
     "answer_len_question_seen": Column("answer, question seen, tokens", form=".1f"),
+    "tokens": Column("tokens", "compared, scored or saved"),
     "tokens_fed": Column("tokens fed", "as was seen going through the model"),
     "save_seconds": Column("saved, s", "a session's file is written", form=".3f"),
     "load_seconds": Column("loaded, s", "the file is read into a new session just after it was written", form=".3f"),
@@ -180,10 +177,7 @@ def written(row: Mapping[str, Any], name: str) -> str:
     shown = column(name)
     value = spread(row, name) if isinstance(row.get(name), list) else row.get(name)  # type: ignore[arg-type]
     ends = row.get(f"{name}_range")
-    behind = f" ({shown.write(ends[0])}-{shown.write(ends[1])})" if ends else ""
-    if shown.estimated and value is not None and row.get("predicted"):
-        return f"~{shown.write(value['median'] if isinstance(value, dict) else value)}{behind}"
-    return f"{shown.write(value)}{behind}"
+    return shown.write(value) + (f" ({shown.write(ends[0])}-{shown.write(ends[1])})" if ends else "")
 
 
 def view(title: str, names: Sequence[str], rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Table:

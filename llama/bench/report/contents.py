@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama.bench.report import hand_in, tables
-from llama.bench.report.cells import CellView, cell_views, kind_names
+from llama.bench.report.cells import CellView, cell_views
 from llama.bench.report.columns import TABLE_COLUMNS, Table
 from llama.bench.report.derived import scatter
-from llama.bench.report.merged import merged_tables
-from llama.bench.schema import Report, rows_of
+from llama.bench.schema import NO_ROOM, Report, rows_of
 
-NOISY, NO_ROOM = "NOISY, measured under load", "no room in the budget"
+NOISY = "NOISY, measured under load"
 
 TITLES = {
     "table": "With and without KV cache",
@@ -48,36 +47,28 @@ class Section:
     is_open: bool = False
 
 
-def lead_tables(report: Report) -> list[Table]:
-    """Return the tables that are the result, which stand before everything but the large numbers."""
-    shown = [*tables.turn_tables(report), *tables.cache_tables(report)[:1], *tables.cell_tables(report)[:1]]
-    return [table for table in (*merged_tables(report), *shown) if table]
-
-
 def report_sections(report: Report) -> list[Section]:
-    """Return the report behind its sentences, in reading order, without empty tables."""
-    has_details = report["preset"] not in ("caches", "chat", "merged")
-    views = cell_views(report)
-    noted = [f"{name_of(view, report)}: {note}" for view in views for note in view.row.get("notes", [])]
-    notes = Table("", notes=[] if has_details else noted)
+    """Return the report behind its first table and its sentences, in reading order, without empty tables."""
+    views = [view for view in cell_views(report) if view.row.get("seconds") and "setup" not in view.row]
+    noted = [f"{one.label}: {note}" for one in cell_views(report) for note in one.row.get("notes", []) if not views]
+    lead, *others = tables.figure_tables(report) or [Table("")]
     of_hand_in = [hand_in.text_table(report), hand_in.published_table(report)]
     code = hand_in.code_tables() if report["preset"] == "report" else []
     found = [
-        Section("Kinds of cache", tables.cache_tables(report)[1:], ("kinds", "pareto"), is_open=True),
-        Section("Time and memory", tables.cell_tables(report)[1:], ("time", "memory"), is_open=True),
+        Section("What was measured", others, ("pareto",), is_open=True),
+        Section("Time and memory", tables.saved_tables(report), ("time", "memory"), is_open=True),
         Section("Four texts, with the cache and without", of_hand_in[:1], is_open=True),
         Section("The lines of code that differ", code, is_open=True),
         Section("Beside the published tables", of_hand_in[1:], is_open=True),
-        Section("Prompts that begin alike, and sessions on disk", tables.prompt_tables(report)),
         Section("Where the cache begins to pay", tables.step_tables(report), ("speedup", "steps")),
-        Section("Memory and work of each cell", [_details(view) for view in views if has_details]),
+        Section("Memory and work of each cell", [_details(view) for view in views]),
         Section("Noise, and what was not measured", [Table("", notes=[*noise(report), *left_out(report)])]),
-        Section("Validity", [tables.validity_table(report), notes]),
+        Section("Validity", [tables.validity_table(report), Table("", notes=noted)]),
         Section("Where and how", [tables.setups_table(report), tables.environment_table(report)]),
     ]
-    shown = [*lead_tables(report), *(table for section in found for table in section.tables if table)]
+    shown = [table for table in (lead, *(one for section in found for one in section.tables)) if table]
     heads = {head for table in shown for head in table.heads}
-    terms = CHAT_TERMS if report["preset"] == "chat" else []
+    terms = CHAT_TERMS if rows_of(report, "turn") else []
     words = [f"{one.head}: {one.meaning}" for one in TABLE_COLUMNS.values() if one.meaning and one.head in heads]
     found.append(Section("What the words mean", [Table("", notes=[*terms, *words, *TERMS])]))
     return [replace(one, tables=[table for table in one.tables if table]) for one in found]
@@ -107,16 +98,16 @@ def title(report: Report) -> str:
 
 
 def machine_line(report: Report) -> str:
-    """Return the one line about the machine: whether it was busy, how far times scatter, and what is predicted.
+    """Return the one line about the machine: whether it was busy, and how far times scatter.
 
     The scatter of a busy machine is that of times beside other work, and no bound of those without it.
     """
     views, off_by = cell_views(report), math.sqrt(scatter(report))
-    predicted = sum(view.is_predicted for view in views)
     seen = {check["status"] for view in views for check in view.checks if check["name"] == "other work"}
     state = "busy" if is_noisy(report) else "idle" if seen == {"ok"} else ""
     where = f"Measured on {'an' if state == 'idle' else 'a'} {state} machine"
-    unknown = "No cell was measured" if predicted == len(views) else "The load of the machine was not observed"
+    measured = [row for row in report["rows"] if row.get("path")]
+    unknown = "The load of the machine was not observed" if measured else "No cell was measured"
     words = [where if state else unknown]
     if state == "busy":
         loads = [load for view in views for load in view.row.get("other_load_cores") or () if load is not None]
@@ -125,12 +116,9 @@ def machine_line(report: Report) -> str:
         words[0] += ": the times are not those of an idle one"
     elif off_by > 1.05:
         words[0] += f": times may be off by {f'{off_by - 1:.0%}' if off_by < 2 else f'a factor of {off_by:.1f}'}"
-    if predicted < len(views):
-        words.append("memory and tokens are exact")
-    if predicted:
-        words.append(f"{predicted} of {len(views)} cells are predicted (~)")
-    missing = len(left_out(report)) - bool(predicted)
-    return f"{'; '.join(words)}{'; some figures were not measured' * (missing > 0)}."
+    words += ["memory and tokens are exact"] * bool(measured)
+    words += ["some figures were not measured"] * bool(left_out(report))
+    return f"{'; '.join(words)}."
 
 
 def is_noisy(report: Report) -> bool:
@@ -153,14 +141,14 @@ def alarms(report: Report) -> list[tuple[str, str]]:
     """Return what a reader must see before any figure, each as a mark and a sentence: violations, and dead cells."""
     views, mark = cell_views(report), tables.MARKS["violated"]
     seen = [(view, check) for view in views for check in view.checks if check["status"] == "violated"]
-    found = [(mark, f"{name_of(view, report)}: {tables.check_words(check)}") for view, check in seen]
-    return [*found, *(("", f"{name_of(view, report)} {view.outcome}") for view in views if view.row.get("error"))]
+    found = [(mark, f"{view.label}: {tables.check_words(check)}") for view, check in seen]
+    return [*found, *(("", f"{view.label} {view.outcome}") for view in views if view.row.get("error"))]
 
 
 def noise(report: Report) -> list[str]:
     """Return what other work did to the times, in one sentence if it met several cells."""
     views, mark = cell_views(report), tables.MARKS["noisy"]
-    seen = [(name_of(view, report), check) for view in views for check in view.checks if check["status"] == "noisy"]
+    seen = [(view.label, check) for view in views for check in view.checks if check["status"] == "noisy"]
     if len(seen) > 1:
         names = ", ".join([*(name for name, _ in seen[:8]), *["..."] * (len(seen) > 8)])
         which = "all cells" if len(seen) == len(views) else f"{len(seen)} of {len(views)} cells ({names})"
@@ -168,15 +156,8 @@ def noise(report: Report) -> list[str]:
     return [f"{mark} {name}: {tables.check_words(check)}" for name, check in seen]
 
 
-def name_of(view: CellView, report: Report) -> str:
-    """Return what the report calls a cell: of kinds of cache, the one name of the kind."""
-    if report["preset"] == "merged":
-        return f"{view.cell.model}, {view.label}, {view.cell.input_len} tokens"
-    return kind_names(report)[view.index] if report["preset"] == "caches" else view.label
-
-
 def left_out(report: Report) -> list[str]:
     """Return a sentence for all that had no room in the budget, and for all else that was not measured."""
     left = [name for name, _, why in (one.rpartition(": ") for one in report["failures"]) if why == NO_ROOM]
     others = [f"not measured: {one}" for one in report["failures"] if not one.endswith(f": {NO_ROOM}")]
-    return [*others, *([f"{NO_ROOM} for {'; '.join(left)}"] if left else [])]
+    return [*others, *([f"{NO_ROOM} for {'; '.join(left)}; {tables.how_measured(report)}"] if left else [])]

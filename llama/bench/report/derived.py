@@ -32,13 +32,12 @@ def scatter(report: Report) -> float:
 def seconds_of(view: CellView, scattered: float) -> Spread | None:
     """Return the time of a cell with the range in which it is expected again.
 
-    That is p10 to p90 of enough repetitions. Of fewer it is as wide as the report's `scatter`, and of a predicted time
-    the prediction divided and multiplied by `within`.
+    That is p10 to p90 of enough repetitions. Of fewer it is as wide as the report's `scatter`.
     """
     found = spread(view.row, "seconds")
     if found is None or found["n"] >= LEAST_REPETITIONS:
         return found
-    off_by = view.row.get("within", 1.0) if view.is_predicted else math.sqrt(scattered)
+    off_by = math.sqrt(scattered)
     low, high = found["median"] / off_by, found["median"] * off_by
     return {**found, "p10": min(low, found["p10"]), "p90": max(high, found["p90"])}
 
@@ -57,11 +56,10 @@ def counts(*spreads: Spread | None) -> str:
 
 
 def saved(report: Report) -> list[Derived]:
-    """Return what the cache saves and costs in each pair of cells, measured or predicted."""
+    """Return what the cache saves and costs in each pair of cells."""
     found, scattered = [], scatter(report)
     for on, off in (group for group in groups(report) if len(group) == 2):
-        predicted = on.is_predicted or off.is_predicted
-        row: Derived = {"figures": "saved", "on_view": on, "off_view": off, "predicted": predicted}
+        row: Derived = {"figures": "saved", "on_view": on, "off_view": off}
         row |= {"cell": on.pair_label, "batch_size": on.cell.batch_size}
         for name, column in (("times_faster", "seconds"), ("steps_faster", "step_seconds")):
             fast, slow = on.median(column), off.median(column)
@@ -73,7 +71,7 @@ def saved(report: Report) -> list[Derived]:
         fed = on.row.get("token_forwards"), off.row.get("token_forwards")
         row["less_work"] = None if fed[0] is None or fed[1] is None else fed[1] / fed[0]
         row |= {"bound_on": on.row.get("bound_by"), "bound_off": off.row.get("bound_by")}
-        row["n"] = "predicted" if predicted else counts(spread(on.row, "seconds"), spread(off.row, "seconds"))
+        row["n"] = counts(spread(on.row, "seconds"), spread(off.row, "seconds"))
         found.append(row)
     return found
 
@@ -95,9 +93,9 @@ def step_pairs(report: Report) -> list[Derived]:
 
 
 def step_groups(report: Report) -> list[list[Derived]]:
-    """Return the steps of each batch size of a table by context."""
-    timed = [row for row in step_pairs(report) if row["n"]]
-    batches = dict.fromkeys(row["batch_size"] for row in timed) if report["preset"] == "table" else ()
+    """Return the steps of each batch size by context, if they were timed in both modes."""
+    timed = [row for row in step_pairs(report) if row.get("on") or row.get("off")]
+    batches = dict.fromkeys(row["batch_size"] for row in timed) if any(row.get("off") for row in timed) else ()
     return [[row for row in timed if row["batch_size"] == size] for size in batches]
 
 
@@ -124,7 +122,7 @@ def growth(report: Report) -> list[Derived]:
     A longer generation begins with exactly the shorter one.
     """
     found: list[Derived] = []
-    for on, off in pairs(report) if report["preset"] == "table" else ():
+    for on, off in pairs(report):
         cell = cell_of(report, on)
         lengths = [length for length in _LENGTHS if length <= cell.output_len]
         if cell.engine != "llama" or cell.speculate or len(lengths) < LEAST_LENGTHS:

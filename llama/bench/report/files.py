@@ -4,12 +4,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 from llama.bench.report.page import report_page
-from llama.bench.report.plots.canvas import as_png
-from llama.bench.report.plots.pictures import figures
+from llama.bench.report.pictures import METADATA, as_file, figures
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import replace_file
@@ -19,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.md, table.csv, results.json, report.html and plots/*.png; return all paths in the folder.
+    """Write report.md, table.csv, results.json, report.html, and pictures into plots/; return all paths in the folder.
 
     Each file is replaced as a whole. A report.md, table.csv or report.html that was edited stays, the new file gets a
     numbered name, and the log names both; the digests in `report["files"]` show which files were edited. Raises
@@ -37,7 +36,8 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     report["files"] = {**known, **digests}
     written = [write_json(report, folder / RESULTS)]  # first: everything else can be made from it
     written += [replace_file(folder / names[name], content) for name, content in files.items()]
-    written += [replace_file(folder / f"plots/{name}.png", as_png(figure)) for name, figure in drawn.items()]
+    pictures = product(drawn.items(), METADATA)
+    written += [replace_file(folder / f"plots/{name}.{form}", as_file(one, form)) for (name, one), form in pictures]
     for old, new in names.items():
         if old != new:
             logger.warning("%s may be edited, so it stays as it is; the new file is %s", folder / old, folder / new)

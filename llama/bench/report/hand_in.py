@@ -4,15 +4,15 @@ The code is read from the sources, so it is always the one that ran.
 """
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from typing import Any
 
-from llama.bench.report.cells import CellView, cell_views, in_table_order
+from llama.bench.report.cells import CellView, cell_views
 from llama.bench.report.columns import NOT_MEASURED, Table, megabytes
-from llama.bench.report.peak import peak_bytes
-from llama.bench.schema import TEXTS, Report, Row, cell_of, rows_of
+from llama.bench.report.peak import is_peak_predicted, peak_bytes
+from llama.bench.schema import TEXTS, Report, Row, peaks_of, rows_of
 from llama.costs import MB, RELEASED, peak_memory
 
 # Peaks in MB for Llama 3.2 1B in fp16 on a GPU, 256 tokens in and 32 out, by batch size.
@@ -20,6 +20,7 @@ SOURCE = "reports of two students of the course EE 508 (University of Southern C
 PUBLISHED = {True: {1: 3071.57, 8: 4495.0, 16: 6133.0}, False: {1: 3230.0, 8: 5755.0, 16: 8641.0}}
 PUBLISHED_SECONDS = "1.03 to 8.14 s with the cache and 3.96 to 52.8 s without"
 PUBLISHED_INPUT = 263  # tokens that those scripts feed: decoding and encoding turns BOS into seven ordinary tokens
+MODES = (True, False)
 _MODEL = replace(RELEASED["llama-3.2-1b"], tied_head=False)  # its .pth file has a head of its own
 
 
@@ -62,56 +63,47 @@ def _statement(file: str, kind: type[Any], wanted: Callable[[Any], bool]) -> str
 
 def published_table(report: Report) -> Table:
     """Return the published peaks beside one's own, with the logits of the last position and of all positions."""
-    found = {(cell_of(report, row).batch_size, row["kv_caching"]): row for row in rows_of(report, "peak")}
-    views = [one for one in in_table_order(cell_views(report)) if (one.cell.batch_size, one.cell.kv_caching) in found]
-    peaks = {one.index: found[one.cell.batch_size, one.cell.kv_caching] for one in views}
+    peaks = peaks_of(report)
+    views = {(one.cell.batch_size, one.cell.kv_caching): one for one in cell_views(report)}
     heads = ["batch size", "KV cache", "published peak, MB", "computed for it, MB", "of these logits, MB"]
     heads += ["own peak, MB", "own peak with all logits, MB"]
-    rows = [_published_row(one, peaks[one.index]) for one in views]
-    return Table("Peaks of memory beside the published ones", heads, rows, _why(views, peaks) if views else [])
+    rows = [_published_row(*key, views.get(key), peak) for key, peak in peaks.items()]
+    return Table("Peaks of memory beside the published ones", heads, rows, _why(views, peaks) if peaks else [])
 
 
-def _published_row(one: CellView, peak: Row) -> list[str]:
-    cell, own = one.cell, one.median("tensor_peak_bytes")
-    batch, on = cell.batch_size, cell.kv_caching
+def _published_row(batch: int, on: bool, view: CellView | None, peak: Row) -> list[str]:
     theirs = peak_memory(
         _MODEL, rows=batch, input_len=PUBLISHED_INPUT, output_len=32, kv_caching=on, itemsize=2, all_logits=True
     )
     logits = theirs.logits + theirs.narrow_logits + theirs.previous_logits
     published = f"{PUBLISHED[on][batch]:,.2f}".removesuffix(".00") if batch in PUBLISHED[on] else NOT_MEASURED
-    mine = NOT_MEASURED if own is None else f"{'~' * one.is_predicted}{own / MB:,.2f}"
+    mine = NOT_MEASURED
+    if view is not None and view.has_peak:
+        mine = f"{'~' * is_peak_predicted(view)}{peak_bytes(view) / MB:,.2f}"
     mode, every = "on" if on else "off", f"{'~' * (peak['measured_bytes'] is None)}{_peak_of(peak) / MB:,.2f}"
     return [str(batch), mode, published, f"{theirs.total / MB:,.0f}", f"{logits / MB:,.0f}", mine, every]
 
 
-def _why(views: Sequence[CellView], peaks: Mapping[int, Row]) -> list[str]:
-    """Return why the published memory goes the other way, with the difference that was measured or predicted here."""
+def _why(views: Mapping[tuple[int, bool], CellView], peaks: Mapping[tuple[int, bool], Row]) -> list[str]:
+    """Return why the published memory goes the other way, with the difference here."""
     notes = [
         f"published: {SOURCE}, Llama 3.2 1B in fp16 with a head of its own; computed: its peak in code with the logits "
         f"of all positions, {PUBLISHED_INPUT} tokens in (such scripts decode and encode the prompt) and 32 out",
-        f"times, batch 1 to 16: published on a GPU {PUBLISHED_SECONDS}; here {_seconds(views, kv_caching=True)} with "
-        f"the cache and {_seconds(views, kv_caching=False)} without",
+        f"~: computed; times, batch 1 to 16: published on a GPU {PUBLISHED_SECONDS}",
         "the published column goes the other way, less memory with the cache, because of the logits: without the cache "
         "each step computes those of all positions again, beside those of the step before",
     ]
-    on, off = (next((one for one in views if one.cell.kv_caching == mode), None) for mode in (True, False))
-    if on is not None and off is not None and on.has_peak and off.has_peak:
-        last = _more(peak_bytes(on) - peak_bytes(off))
-        every = _more(_peak_of(peaks[on.index]) - _peak_of(peaks[off.index]))
-        how = "measured" if peaks[on.index]["measured_bytes"] is not None else "predicted"
+    batch = min(batch for batch, _ in peaks)
+    pair = [views[batch, on] for on in MODES if (batch, on) in views and views[batch, on].has_peak]
+    if len(pair) == 2:
+        last = _more(peak_bytes(pair[0]) - peak_bytes(pair[1]))
+        every = _more(_peak_of(peaks[batch, True]) - _peak_of(peaks[batch, False]))
+        computed = any(map(is_peak_predicted, pair)) or any(peaks[batch, on]["measured_bytes"] is None for on in MODES)
         notes.append(
-            f"{how} here at batch {on.cell.batch_size}: with the logits of the last position the cache takes {last} "
-            f"than no cache; with those of all positions {every}"
+            f"{'computed' if computed else 'measured'} here at batch {batch}: with the logits of the last position the "
+            f"cache takes {last} than no cache; with those of all positions {every}"
         )
     return notes
-
-
-def _seconds(views: Sequence[CellView], *, kv_caching: bool) -> str:
-    """Return the shortest and the longest time of a mode; ~ before a predicted one."""
-    of_mode = [(one.median("seconds"), one.is_predicted) for one in views if one.cell.kv_caching == kv_caching]
-    times = sorted((seconds, predicted) for seconds, predicted in of_mode if seconds is not None)
-    ends = [f"{'~' * predicted}{seconds:.2f}" for seconds, predicted in times[:: max(len(times) - 1, 1)]]
-    return f"{' to '.join(ends)} s" if ends else NOT_MEASURED
 
 
 def _peak_of(row: Row) -> int:

@@ -9,9 +9,10 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from llama.bench.report.columns import Table
-from llama.bench.report.contents import alarms, byline, lead_tables, machine_line, report_sections, title
-from llama.bench.report.plots.canvas import as_svg, heading
+from llama.bench.report.contents import alarms, byline, machine_line, report_sections, title
+from llama.bench.report.pictures import as_image, heading
 from llama.bench.report.sentences import headline
+from llama.bench.report.tables import figure_tables
 from llama.bench.schema import Report
 from llama.host import palette
 
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 
 def report_page(report: Report, figures: Mapping[str, "Figure"], steps: str | None = None) -> str:
     """Return the report as one HTML page with its pictures; `steps` is the page of a recorded generation in it."""
-    drawn = {name: _picture(name, figure) for name, figure in figures.items()}
-    body = [_head(report), *map(_table, lead_tables(report)), f'<p class="machine">{escape(machine_line(report))}</p>']
+    drawn = {name: _picture(figure) for name, figure in figures.items()}
+    body = [
+        _head(report),
+        *map(_table, figure_tables(report)[:1]),
+        f'<p class="machine">{escape(machine_line(report))}</p>',
+    ]
     body.append(f'<div class="lead">{"".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])}</div>')
     for section in report_sections(report):
         pictures = [drawn[name] for name in section.pictures if name in drawn]
@@ -59,11 +64,10 @@ def _folded(name: str, parts: Sequence[str], *, is_open: bool) -> str:
     )
 
 
-def _picture(name: str, figure: "Figure") -> str:
+def _picture(figure: "Figure") -> str:
     """Return a picture for the page; on a narrow one it scrolls."""
-    label = f'aria-label="{escape(heading(figure))}"'
-    drawn = as_svg(figure, salt=name).replace("<svg", f'<svg role="img" {label}', 1)
-    return f'<figure tabindex="0" {label}>\n{drawn}\n</figure>'
+    label = escape(heading(figure))
+    return f'<figure tabindex="0" aria-label="{label}"><img alt="{label}" src="{as_image(figure)}"></figure>'
 
 
 def _table(table: Table) -> str:
@@ -92,4 +96,4 @@ def _marked(text: str) -> str:
         figure = f"{escape(figure)}<small>{escape(rest[:-1])}</small>"
     else:
         figure = escape(text)
-    return f'<span class="muted">{figure}</span>' if text.startswith(("not ", "~", "predicted")) else figure
+    return f'<span class="muted">{figure}</span>' if text.startswith(("not ", "~")) else figure

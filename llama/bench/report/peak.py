@@ -33,12 +33,12 @@ def _stored(line: Row) -> int:
 
 
 def peak_bytes(view: CellView) -> int:
-    """Return the most bytes in tensors of a cell that has a peak: measured, or predicted if they were not."""
+    """Return the most bytes in tensors of a cell that has a peak, predicted if the device shows none."""
     return next(_stored(line) for line in view.memory if line["name"] == "peak")
 
 
 def is_peak_predicted(view: CellView) -> bool:
-    """Return True if the peak was not measured."""
+    """Return True if the peak was not measured, as on a device that shows none."""
     return any(line["name"] == "peak" and line.get("measured_bytes") is None for line in view.memory)
 
 

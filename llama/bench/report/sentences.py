@@ -1,16 +1,17 @@
 """The numbers and sentences at the head of a report.
 
-They name predicted figures as such, say how wide a ratio is, and omit what was not measured.
+They say how wide a ratio is, and omit what was not measured.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from llama.bench.report.cells import cell_views, kind_names
+from llama.bench.cell import FULL
+from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes, two_digits
 from llama.bench.report.derived import crossovers, growth, saved, unbeaten
 from llama.bench.report.peak import peak_words
-from llama.bench.report.tables import comparison_words, kind_rows, ways_of
+from llama.bench.report.tables import comparison_words, named, ways_of
 from llama.bench.schema import Report, Row, cell_of, cell_row, rows_of
 from llama.bench.schema import pairs as pairs_of
 from llama.bench.statistics import median_of
@@ -20,31 +21,17 @@ _MOST_KINDS = 4  # lossy kinds of cache that have a sentence each
 
 
 def findings(report: Report) -> list[str]:
-    """Return the sentences of a report of any preset; figures that were not measured have none."""
-    if report["preset"] == "caches":
-        return list(_kinds(report))
-    if report["preset"] == "chat":
-        return list(_turns(report))
+    """Return the sentences of a report; figures that were not measured have none."""
     if report["preset"] == "report":
         return list(_hand_in(report))
-    pairs = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
-    measured = [row for row in pairs if not row["predicted"]]
-    found = [_pair(report, row) for row in measured]
-    if left := [row for row in pairs if row["predicted"]]:
-        batches = listed(list(dict.fromkeys(str(row["batch_size"]) for row in left)))
-        ends = [end for row in left for end in row["times_faster_range"] or [row["times_faster"]]]
-        factors = range_faster([row["times_faster"] for row in left])
-        words = least_to_most(ends, ".2g") if min(ends) > 1 else range_faster(ends)
-        words = f" ({words})" if len(ends) > len(left) else ""
-        why = "the budget was too small for a measurement"
-        found.append(f"Batch {batches} with the KV cache: predicted {factors}{words}; {why}.")
+    found = [_pair(report, row) for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
     found += [_with_guesses(report, on, plain) for on, plain in pairs_of(report) if cell_of(report, on).speculate]
     found += [f"{words}." for words in [crossover_words(report)] if words]
     if rows := growth(report):
         words = listed([f"{faster(row['times_faster'])} at {row['generated']}" for row in rows])
         batch = rows[0]["batch_size"]
         found.append(f"Time until the first tokens are generated at batch {batch}, with the cache: {words} tokens.")
-    return found
+    return [*found, *_kinds(report), *_turns(report)]
 
 
 def headline(report: Report) -> list[tuple[str, str]]:
@@ -52,20 +39,15 @@ def headline(report: Report) -> list[tuple[str, str]]:
 
     Of the largest measured pair, of the smallest kind that was judged, or of the last turn of a conversation.
     """
-    if report["preset"] == "caches":
-        return _headline_of_kinds(report)
-    if report["preset"] == "chat":
-        return _headline_of_turns(report)
     if report["preset"] == "merged":  # a pair may be of two setups
         return []
     row = _lead_pair(report)
     if row is None:
-        return []
+        return _headline_of_kinds(report) or _headline_of_turns(report)
     on, off, ends, more = row["on_view"], row["off_view"], row["times_faster_range"], row["more_bytes"]
     factor = (range_faster(ends) if ends else faster(row["times_faster"])).replace(" times", "x")
     times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
-    words = f"batch {row['batch_size']} with the cache{', predicted' * row['predicted']}: {times}"
-    found = [(f"{'~' * row['predicted']}{factor}", words)]
+    found = [(factor, f"batch {row['batch_size']} with the cache: {times}")]
     if more is not None:
         found.append((f"{'+' if more >= 0 else '-'}{megabytes(abs(more))} MB", "memory at the peak, with the cache"))
     if same := rows_of(report, "comparison", on.index) or rows_of(report, "text"):
@@ -75,20 +57,24 @@ def headline(report: Report) -> list[tuple[str, str]]:
 
 
 def _lead_pair(report: Report) -> dict[str, Any] | None:
-    """Return the largest measured pair of ours, on the plain path if it ran; without one, the first predicted one."""
+    """Return the largest pair of ours, on the plain path if it ran."""
     rows = [row for row in saved(report) if row["on_view"].is_ours and row["times_faster"]]
-    measured = [row for row in rows if not row["predicted"]]
-    return max(measured, key=lambda row: row["batch_size"], default=next(iter(rows), None))
+    return max(rows, key=lambda row: row["batch_size"], default=None)
+
+
+def kind_rows(report: Report) -> list[dict[str, Any]]:
+    """Return the quality of each kind of cache in the order of the cells, with its name."""
+    rows = sorted((row for row in rows_of(report, "quality") if "judged" in row), key=lambda row: row["cell"])
+    return [named(report, row) for row in rows]
 
 
 def _headline_of_kinds(report: Report) -> list[tuple[str, str]]:
-    rows = [row for row in kind_rows(report) if row["of_full"] is not None and row["judged"]]
+    rows = [row for row in kind_rows(report) if row.get("of_full") is not None and row["judged"]]
     row = min(rows, key=lambda row: row["of_full"], default=None)
     if row is None:
         return []
-    full = kind_names(report)[0]
     return [
-        (f"{row['of_full']:.2f} of the bytes", f"{row['kind']} against {full}, at {row['context']:,} tokens"),
+        (f"{row['of_full']:.2f} of the bytes", f"{row['kind']} against {FULL}, at {row['context']:,} tokens"),
         (f"{positions(row).partition(' positions')[0]} same", "most likely token at the scored positions"),
         (f"{row['mean_kl']:.2g} nats", "mean KL divergence"),
     ]
@@ -170,9 +156,8 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def share_of_full(row: dict[str, Any], full: str, form: str) -> str:
-    """Return the bytes of a kind as a share of those of the kind `full`: 0.25 of the bytes of static."""
-    return f"{row['of_full']:{form}} of the bytes {'predicted for' if row['full_predicted'] else 'of'} {full}"
+def share_of_full(row: dict[str, Any], form: str) -> str:
+    return f"{row['of_full']:{form}} of the bytes of {FULL}"
 
 
 def positions(row: dict[str, Any], *, other: bool = False) -> str:
@@ -183,8 +168,7 @@ def positions(row: dict[str, Any], *, other: bool = False) -> str:
 
 def _kinds(report: Report) -> Iterator[str]:
     """Yield a sentence for each lossy kind; if they are many, only for those that no other kind beats."""
-    known = [row for row in kind_rows(report) if row["of_full"] is not None and not row.get("predicted")]
-    full = kind_names(report)[0]
+    known = [row for row in kind_rows(report) if row.get("of_full") is not None]
     rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
     if len(rows) > _MOST_KINDS:
         judged = [row for row in known if row["judged"]]
@@ -193,7 +177,7 @@ def _kinds(report: Report) -> Iterator[str]:
         beaten = [row["kind"] for row in rows if row["judged"] and row not in best]
         rows = [row for row in best if row in rows] + [row for row in rows if not row["judged"]]
     for row in rows:
-        words = f"{row['kind']} stores {share_of_full(row, full, '.2f')} at {row['context']:,} tokens"
+        words = f"{row['kind']} stores {share_of_full(row, '.2f')} at {row['context']:,} tokens"
         if row["judged"]:
             words += f" and has the same most likely token at {positions(row)}"
             yield f"{words}; the mean KL divergence is {row['mean_kl']:.2g} nats."
@@ -210,18 +194,18 @@ def _hand_in(report: Report) -> Iterator[str]:
         return
     on, off = row["on_view"], row["off_view"]
     times = f"{in_seconds(on.median('seconds'))} instead of {in_seconds(off.median('seconds'))}"
-    words = f"Time: at batch {row['batch_size']} the job is {'predicted to be ' * row['predicted']}"
-    words += f"{faster(row['times_faster'], row['times_faster_range'])} with the cache, {times}: "
-    words += f"{on.row['token_forwards']:,} instead of {off.row['token_forwards']:,} tokens go through the model, "
-    words += f"{row['less_work']:.0f} times less work"
+    words = f"Time: at batch {row['batch_size']} the job is {faster(row['times_faster'], row['times_faster_range'])} "
+    words += (
+        f"with the cache, {times}: {on.row['token_forwards']:,} instead of {off.row['token_forwards']:,} tokens go "
+    )
+    words += f"through the model, {row['less_work']:.0f} times less work"
     less = row["times_faster"] < row["less_work"]
     yield f"{words}, but each step must read all weights, for one token or for many." if less else f"{words}."
-    costs = [(one["batch_size"], one["more_bytes"], one["predicted"]) for one in rows if one["more_bytes"] is not None]
+    costs = [(one["batch_size"], one["more_bytes"]) for one in rows if one["more_bytes"] is not None]
     position = on.row["cache_bytes"] // (on.cell.batch_size * on.cell.total_len)
-    costs_words = []
-    for batch, more, predicted in costs:
-        words = f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}"
-        costs_words.append(f"{words}{' (predicted)' * predicted}")
+    costs_words = [
+        f"{megabytes(abs(more))} MB {'higher' if more >= 0 else 'lower'} at batch {batch}" for batch, more in costs
+    ]
     peak = f"with the cache the peak is {listed(costs_words)}. The cache" if costs else "the cache"
     yield f"Memory: {peak} stores {position:,} bytes for each token of each row. {peak_words(on)}."
     firsts = [in_seconds(one.median("first_token_seconds")) for one in (on, off)]

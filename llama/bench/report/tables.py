@@ -1,11 +1,12 @@
-"""The tables of a report: their rows and columns.
+"""The tables of a report: one for each kind of figures that it has, and those of what follows from them.
 
-Knows nothing of Markdown, HTML or of how anything was measured.
+Knows nothing of presets, of Markdown, HTML or of how anything was measured.
 """
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from llama.bench.cell import Cell
@@ -14,6 +15,7 @@ from llama.bench.report.columns import (
     NOT_JUDGED,
     NOT_MEASURED,
     NOT_OBSERVED,
+    TABLE_COLUMNS,
     Table,
     column,
     view,
@@ -21,86 +23,236 @@ from llama.bench.report.columns import (
 )
 from llama.bench.report.derived import crossovers, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
-from llama.bench.report.tasks import mean_interval, task_table
-from llama.bench.schema import Report, Row, cell_of, measured_rows, rows_of
-from llama.bench.statistics import LEAST_SAMPLES
+from llama.bench.report.tasks import mean_interval, means, note_on, scores_of
+from llama.bench.schema import KEYS, NO_ROOM, REPEATED, Report, Row, cell_of, rows_of
+from llama.bench.statistics import LEAST_SAMPLES, values_of
 from llama.costs import MB, size
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
 
-REPORT_COLUMNS = ("seconds", "first_token_seconds", "tensor_peak_bytes", "cache_bytes", "token_forwards", "n")
-CELL_COLUMNS = (
-    *("seconds", "first_token_seconds", "step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
-    *("tensor_peak_bytes", "resident_peak_bytes", "cache_bytes", "token_forwards", "n"),
-)
-GUESS_COLUMNS = ("proposed", "accepted")
+# Figures with a table of their own, the result first; turns and steps in both modes have columns for their ways.
+TITLES = {
+    "quality": "Bytes, time and quality",
+    "cell": "Every cell",
+    "step": "Bytes and time by context",
+    "task": "Scores of tasks",
+    "prompts": "Prompts that begin alike",
+    "disk": "A session on disk",
+    "agreement": "Rounded weights beside float32",
+}
 SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_bytes", "bound_on", "bound_off", "n")
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 GROWTH_COLUMNS = ("batch_size", "generated", "on_s", "off_s", "times_faster", "n")
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
-KIND_COLUMNS = ("kind", "path", "cache_bytes", "of_full", "step_seconds", *QUALITY_COLUMNS)
-PROMPT_COLUMNS = ("computed_by", "beginning", "first_token_seconds", "tokens_fed", "cache_bytes", "n")
-DISK_COLUMNS = ("computed_by", "tokens", "file_bytes", "save_seconds", "load_seconds", "feed_seconds", "n")
+PREDICTED = "~"  # before bytes that were not measured
+FIRST = {"static": "", "on": "", "off": " "}  # kinds that come before the others
 
 
-def result_tables(report: Report) -> list[Table]:
-    """Return the tables that a terminal shows."""
-    found = [*cache_tables(report), *turn_tables(report), *prompt_tables(report), *cell_tables(report)]
+def figure_tables(report: Report) -> list[Table]:
+    """Return a table for each kind of figures, the result first."""
+    timed = any(row["kv_caching"] is False for row in rows_of(report, "step"))  # which has a table of pairs
+    found = [*turn_tables(report)]
+    for figures in (one for one in TITLES if not (timed and one == "step")):
+        rows = rows_of(report, figures)
+        if figures == "cell":  # those of merged reports may be of other figures alone
+            rows = [row for row in rows if row.get("seconds") or row["error"] or "setup" not in row]
+            has_others = any(found) or any(row["figures"] in TITLES.keys() - {"cell"} for row in report["rows"])
+            rows = [] if has_others and not any(row.get("seconds") for row in rows) else rows
+        found.append(_figure_table(report, figures, rows + (means(rows) if figures == "task" else [])))
+    lead, *others = [table for table in found if table] or [Table("")]
+    stored = [kind_names(report)[row["cell"]] for row in report["rows"] if row.get("cache_bytes") is not None]
+    return [replace(lead, notes=[*lead.notes, *share_note(stored)]), *others] if lead else []
+
+
+def _figure_table(report: Report, figures: str, rows: list[Row]) -> Table:
+    """Return rows of one kind of figures: what names them and varies, and then all columns with values."""
+    shown = [named(report, row) for row in rows]
+    shown = [{**row, **with_intervals(row)} if "kls" in row else row for row in shown]
+    fields = [name for name in Cell.__dataclass_fields__ if name not in ("kv_cache", "kv_caching", "threads")]
+    names = [name for name in [*fields, "setup"] if len({repr(row.get(name)) for row in shown}) > 1]
+    if len({(row["kind"], row["code"]) for row in shown}) == len({row["kind"] for row in shown}):
+        names = [name for name in names if name != "code"]  # the kind tells it
+    names += ["path"] * (len({row["path"] for row in shown if row.get("path")}) > 1)
+    names += [name for name in KEYS[figures] if name not in (*names, "kv_caching")]
+    measured = [
+        name for name in TABLE_COLUMNS if name not in (*names, "path", "setup", "kind", "name", "kv_caching", "n")
+    ]
+    measured = [name for name in measured if any(row.get(name) is not None for row in shown)]
+    if figures == "cell" and all("setup" not in row and row["kind"] in FIRST for row in shown):  # one kind, on and off
+        measured = [name for name in measured if name not in ("of_full", "time_of_full")]
+        shown = [{**row, "kind": on_or_off(row["kind"] != "off")} for row in shown]
+
+    def place(row: Mapping[str, Any]) -> list[str]:
+        values = (row.get(name) for name in names)
+        keys = [f"{value:012}" if isinstance(value, int) else str(value) for value in values]
+        return [*keys, FIRST.get(row["kind"], row["kind"])]
+
+    notes: dict[str, Callable[[Report], Iterator[str]]] = {"quality": _kind_notes, "cell": _cell_notes}
+    notes |= {"step": _step_notes, "task": lambda _: iter([note_on(rows)] if rows else [])}
+    said = list(notes[figures](report)) if figures in notes else []
+    has_no_room = any(one.endswith(NO_ROOM) for one in report["failures"])
+    if has_no_room and any(NOT_MEASURED in row.values() for row in shown):
+        said.append(f"{NOT_MEASURED}: {NO_ROOM}; {how_measured(report)}")
+        said.append(f"{PREDICTED} and predicted: bytes that follow from the model's sizes")
+    return view(TITLES[figures], [*names, "kind", *measured, "n"], sorted(shown, key=place), said)
+
+
+def named(report: Report, row: Row) -> dict[str, Any]:
+    """Return a row with the fields of its cell, and the columns that follow from others."""
+    cell, counts = cell_of(report, row), [len(row[name]) for name in REPEATED & row.keys() if values_of(row, name)]
+    is_on = row.get("kv_caching", cell.kv_caching)
+    shown: dict[str, Any] = {**cell.as_json(), "n": max(counts, default=1), **row, "text": cell.text}
+    if row.get("cache_bytes") is None and row.get("predicted_cache_bytes") is not None:
+        shown |= {"cache_bytes": NOT_MEASURED, "n": 0}
+    shown["kind"] = kind_names(report)[row["cell"]] if is_on else "off"
+    if "setup" in row:
+        setups = (row["setup"], *row.get("also", []))
+        shown["setup"] = ", ".join(str(setup + 1) for setup in setups if setup is not None)
+    if row["figures"] == "cell":
+        shown["n"] = repetitions(cell, row)
+        shown["seconds"] = row.get("seconds") or (row["error"] or NOT_MEASURED).partition(":")[0]
+        peak = next((one for one in rows_of(report, "memory", row["cell"]) if one["name"] == "peak"), None)
+        if peak is not None and not row.get("seconds"):
+            shown["cache_bytes"] = NOT_MEASURED
+            shown["tensor_peak_bytes"] = PREDICTED + column("tensor_peak_bytes").write(peak["predicted_bytes"])
+    if "judged" in row and row["figures"] == "quality":
+        shown |= _quality_of(row)
+    return {**shown, **scores_of(row), "n": len(row["scores"])} if row["figures"] == "task" else shown
+
+
+def _quality_of(row: Row) -> dict[str, Any]:
+    if not row["judged"]:
+        return dict.fromkeys(QUALITY_COLUMNS, NOT_JUDGED)
+    token, made = row.get("divergence_token"), row.get("greedy_tokens")
+    text = None if made is None else f"same {made} tokens"
+    if token is not None:
+        text = f"differs at token {token}, margin {row['margin']:.2g}"
+    return {"perplexity": math.exp(row["nll"]) if row["nll"] < 700 else math.inf, "greedy_text": text}
+
+
+def repetitions(cell: Cell, row: Row) -> str:
+    """Return the number of repetitions of a cell and of the steps in all of them."""
+    later = sum(map(len, row.get("step_seconds", [])))
+    what = "later tokens" if cell.speculate else "steps"
+    return str(len(row.get("seconds", []))) + (f" ({later} {what})" if later else "")
+
+
+def _cell_notes(report: Report) -> Iterator[str]:
+    yield from (f"{one.label} {one.outcome}" for one in in_table_order(cell_views(report)) if one.row.get("error"))
+
+
+def _step_notes(report: Report) -> Iterator[str]:
+    for row in rows_of(report, "step"):
+        stored, predicted = row.get("cache_bytes"), row.get("predicted_cache_bytes")
+        if None not in (stored, predicted) and stored != predicted:
+            yield (
+                f"{kind_names(report)[row['cell']]} does not store what its predicted_bytes says: {stored:,} bytes at "
+                f"{row['context']:,}, predicted {predicted:,}"
+            )
+
+
+def with_intervals(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the divergence and the perplexity of a judged row with their 95 % intervals, as text."""
+    found = {}
+    for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp)):
+        ends = mean_interval(tuple(row.get(blocks) or ())) if row["judged"] else None
+        if ends is not None and ends[0] < ends[1] < 700:
+            low, high = (column(name).write(of(end)) for end in ends)
+            found[name] = f"{written(row, name)} ({low} to {high})"
+    return found
+
+
+def share_note(kinds: Iterable[str]) -> list[str]:
+    """Return the note on shares as a list: empty unless a kind has one, such as snapkv:0.25."""
+    named = next((kind for kind in kinds if re.search(r":(0?\.\d+|1\.0*)($|[@;+])", kind)), None)
+    words = "is one of the keys of the prompt. Some kinds also drop keys of the tokens that follow, others store all of"
+    note = f"A share, as in {named}, {words} these: equal shares are not equal bytes. Compare kinds by their bytes."
+    return [] if named is None else [note]
+
+
+def _kind_notes(report: Report) -> Iterator[str]:
+    rows = [row for row in rows_of(report, "quality") if "judged" in row]
+    if len({(row["tokens"], row["context"]) for row in rows}) == 1:
+        row, text = rows[0], report["plan"].get("text", "a text")
+        few = "" if len(row.get("kls", [])) >= LEAST_SAMPLES else " Too few for an interval."
+        yield (
+            f"Quality: the last {row['tokens']:,} of the first {row['context']:,} tokens of {text}, fed one by one, "
+            f"against the model without a cache.{few} Bytes and time are those of the last steps."
+        )
+    if not all(row["judged"] for row in rows):
+        yield (
+            f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
+            "its savings cost; give a longer --prompt_len, or a kind that stores less."
+        )
+    views, names = cell_views(report), kind_names(report)
+    widened = [names[one.index] for one in views if one.row.get("quantized") and one.path.startswith("plain")]
+    if widened:
+        yield (
+            f"On the plain path a quantised cache is widened as a whole at every step ({', '.join(widened)}): this "
+            "takes time that the full cache does not need."
+        )
+    if len({one.path for one in views if one.path}) > 1:
+        yield "Times on different paths compare the paths, not the kinds."
+
+
+def turn_tables(report: Report) -> list[Table]:
+    """Return the times and bytes of a conversation: a row for each turn, a column for each way."""
+    found, titles = [], {"first_token_seconds": "Time to first token, s", "cache_bytes": "Bytes of the KV cache, MB"}
+    for name, title in titles.items():
+        shown = {f"{who}, {way}": rows for (who, way), rows in ways_of(report).items() if rows[-1].get(name)}
+        figures = [[written(row, name).partition(" (")[0] for row in rows] for rows in shown.values()]
+        turns = [
+            [str(row["turn"] + 1), f"{row['history']:,}", str(row["new"])] for row in next(iter(shown.values()), [])
+        ]
+        rows = [[*turn, *own] for turn, own in zip(turns, zip(*figures, strict=True), strict=True)]
+        found.append(Table(title, ["turn", "tokens before it", "new tokens", *shown], rows))
+    return found
+
+
+def ways_of(report: Report) -> dict[tuple[str, str], list[Row]]:
+    """Return the turns of each way of feeding the conversation, by (engine or path, way)."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    views = cell_views(report)
+    for row in sorted(rows_of(report, "turn"), key=lambda row: (row["cell"], row["turn"])):
+        found.setdefault((views[row["cell"]].runs_on, row["way"]), []).append(row)
+    return found
+
+
+# ---- what follows ----------------------------------------------------------------------------------------------------
+
+
+def saved_tables(report: Report) -> list[Table]:
+    """Return what the cache saves in each pair of cells, and how much faster ours is than peers."""
+    highest = [words for words in [peak_sentence(report)] if words]
+    found = [view("What the cache saves", SAVED_COLUMNS, saved(report), highest), _engines_table(report)]
     return [table for table in found if table]
 
 
-def cell_tables(report: Report) -> list[Table]:
-    """Return the with/without table, a row for each cell, and what compares the cells."""
-    if report["preset"] in ("caches", "chat", "merged"):
-        return []
-    views = in_table_order(cell_views(report))
-    cells, paths = [one.cell.as_json() for one in views], {one.path for one in views if one.path}
-    always = {"batch_size", "kv_caching", "threads"}
-    varying = [key for key in Cell.__dataclass_fields__ if key not in always and len({cell[key] for cell in cells}) > 1]
-    agreed = {cell_of(report, row).rounding: row["top1_agreement"] for row in rows_of(report, "agreement")}
-    names = ["batch_size", "kv_caching", "threads", *varying, *["path"] * (len(paths) > 1)]
-    names += [*["top1_as_fp32"] * bool(agreed), *CELL_COLUMNS]
-    names[-1:-1] = GUESS_COLUMNS * any(one.cell.speculate for one in views)
-    names = [*names[:2], *REPORT_COLUMNS] if report["preset"] == "report" else names
-    rows: list[dict[str, Any]] = []
-    for one, cell in zip(views, cells, strict=True):
-        share = agreed.get(one.cell.rounding)
-        rounded = NOT_MEASURED if share is None else f"{share:.2%}"
-        own = {"top1_as_fp32": "not rounded" if cell["quantize"] is None else rounded, "n": repetitions(one)}
-        row = {**cell, **one.row, **own, "threads": report["environment"].get("threads")}
-        if within := one.row.get("within"):
-            row["seconds_range"] = one.median("seconds") / within, one.median("seconds") * within
-        rows.append(row if row.get("seconds") else {**row, "seconds": one.outcome.partition(":")[0]})
-    notes = [f"{one.label} {one.outcome}" for one in views if one.row.get("error")]
-    if any(one.is_predicted for one in views):
-        notes.append(
-            "~ and predicted: the budget was too small to measure the cell. Its times follow from the measured speed "
-            "of one row, their range from how much measured times vary, its bytes from the model's sizes."
-        )
-    highest = [words for words in [peak_sentence(report)] if words]
-    saves = view("What the cache saves", SAVED_COLUMNS, saved(report), highest)
-    return [view("Every cell", names, rows, notes), saves, _engines_table(report)]
-
-
-def repetitions(one: CellView) -> str:
-    """Return the number of repetitions of a cell and of the steps in all of them."""
-    if one.is_predicted:
-        return "predicted"
-    later = sum(map(len, one.row.get("step_seconds", [])))
-    what = "later tokens" if one.cell.speculate else "steps"
-    return str(len(one.row.get("seconds", []))) + (f" ({later} {what})" if later else "")
-
-
 def _engines_table(report: Report) -> Table:
-    views = [one for one in in_table_order(cell_views(report)) if one.is_measured]
-    ours = {(one.cell.workload, one.path): one.row["tokens_per_second"] for one in reversed(views) if one.is_ours}
+    views = [one for one in in_table_order(cell_views(report)) if one.row.get("tokens_per_second")]
+    ours = {_work_on(one, one.path): one.row["tokens_per_second"] for one in reversed(views) if one.is_ours}
     paths, rows = list(dict.fromkeys(one.path for one in views if one.is_ours)), []
     for one in (one for one in views if paths and not one.is_ours):
-        rates = [ours.get((one.cell.workload, path)) for path in paths]
+        rates = [ours.get(_work_on(one, path)) for path in paths]
         theirs = one.row["tokens_per_second"]
         rows.append([one.label, *(NOT_MEASURED if rate is None else f"{rate / theirs:.2f}x" for rate in rates)])
     note = "their time over ours, same batch size and mode: above 1 ours is faster; weights are as named"
     return Table("How many times faster ours is, by path", ["than", *paths], rows, [note])
+
+
+def _work_on(one: CellView, path: str) -> tuple[Any, ...]:
+    return one.cell.workload, path, one.row.get("setup")
+
+
+def step_tables(report: Report) -> list[Table]:
+    """Return how the speed-up of a table grows, from which context the cache pays, and the times of steps."""
+    timed, found = step_pairs(report), crossovers(report)
+    path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
+    return [
+        view("Speed-up against generation length", GROWTH_COLUMNS, growth(report)),
+        view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
+        view("Time of a step", STEP_COLUMNS, timed if found else []),
+    ]
 
 
 def ledger_table(one: CellView) -> Table:
@@ -159,6 +311,12 @@ def _flops(count: float) -> str:
     return f"{count / 1e6:,.2f} MFLOP"
 
 
+def how_measured(report: Report) -> str:
+    """Return how to measure what the budget left out."""
+    flag = "minutes" if report["command"].startswith("llama-kv report") else "budget"
+    return f"the same command with --resume and --{flag} 0 measures it"
+
+
 def check_mark(check: Row) -> str:
     """Return the status of a check, in capitals if a reader must not miss it."""
     return str(MARKS.get(check["status"], check["status"]))
@@ -170,174 +328,12 @@ def check_words(check: Row) -> str:
 
 
 def validity_table(report: Report) -> Table:
-    """Return a row for each check and a column for each cell; of kinds of cache a row for each kind."""
-    views = [one for one in in_table_order(cell_views(report)) if one.checks and report["preset"] != "merged"]
-    names = dict.fromkeys(check["name"] for one in views for check in one.checks)
+    """Return a row for each cell and a column for each check."""
+    views = [one for one in in_table_order(cell_views(report)) if one.checks]
+    names = list(dict.fromkeys(check["name"] for one in views for check in one.checks))
     seen = [{check["name"]: check_mark(check) for check in one.checks} for one in views]
-    if report["preset"] == "caches":
-        kinds = kind_names(report)
-        marks = [[kinds[one.index], *map(checks.get, names)] for one, checks in zip(views, seen, strict=True)]
-        rows = [[mark or NOT_OBSERVED for mark in row] for row in marks]
-        return Table("Did each kind act?", ["kind", *names], rows)
-    rows = [[name, *(checks.get(name, NOT_OBSERVED) for checks in seen)] for name in names]
-    return Table("What was seen in each cell", ["check", *(one.label for one in views)], rows)
-
-
-def step_tables(report: Report) -> list[Table]:
-    """Return how the speed-up of a table grows, from which context the cache pays, and the times of steps."""
-    timed, found = step_pairs(report), crossovers(report)
-    path = "".join(f", {path}" for path in {row.get("path", "plain") for row in timed} - {"plain"})
-    return [
-        view("Speed-up against generation length", GROWTH_COLUMNS, growth(report)),
-        view(f"Where the cache begins to pay{path}", ("batch_size", "pays_from"), found),
-        view("Time of a step", STEP_COLUMNS, timed if found else []),
-    ]
-
-
-def cache_tables(report: Report) -> list[Table]:
-    """Return a row for each kind of cache at one length, one for each context, and the scores of tasks."""
-    if report["preset"] != "caches":
-        return []
-    names = kind_names(report)
-    steps = [{**row, "kind": names[row["cell"]]} for row in rows_of(report, "step")]
-    known = {row["kind"]: _as_text(row) for row in kind_rows(report)}
-    kinds: list[dict[str, Any]] = [known.get(kind, {"kind": kind}) for kind in names]  # not measured: an empty row
-    notes = [
-        f"{row['kind']} does not store what its predicted_bytes says: {row['cache_bytes']:,} bytes at "
-        f"{row['context']:,}, predicted {row['predicted_cache_bytes']:,}"
-        for row in steps
-        if not row.get("predicted") and row["cache_bytes"] != row["predicted_cache_bytes"]
-    ]
-    at = f" at {report['plan']['length']:,} tokens" if known else ""
-    steps += [{"kind": kind} for kind in names if kind not in {row["kind"] for row in steps}]
-    steps = [{**row, "path": "predicted"} if row.get("predicted") else row for row in steps]
-    columns = ("kind", "context", "cache_bytes", "predicted_cache_bytes", "step_seconds", "path")
-    return [
-        view(f"Bytes, time and quality{at}", KIND_COLUMNS, kinds, list(_kind_notes(report))),
-        view("Bytes and time by context", columns, steps, notes),
-        task_table(report),
-    ]
-
-
-def kind_rows(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each kind of cache with all figures of one length; figures that are not judged say so.
-
-    A predicted row has bytes alone. `of_full` is their share of the full cache's bytes, which are predicted if
-    `full_predicted`.
-    """
-    full = next(iter(rows_of(report, "quality", 0)), None)
-    found, names = [], kind_names(report)
-    for row in sorted(rows_of(report, "quality"), key=lambda row: row["cell"]):
-        shown: dict[str, Any] = {**row, "kind": names[row["cell"]], "cache_bytes": _stored_bytes(row)}
-        shown["of_full"] = None if full is None else _stored_bytes(row) / _stored_bytes(full)
-        shown["full_predicted"] = full is not None and bool(full.get("predicted"))
-        found.append(shown | ({"judged": False} if row.get("predicted") else _quality_of(row)))
-    return found
-
-
-def _stored_bytes(row: Row) -> int:
-    return int(row["predicted_cache_bytes" if row.get("predicted") else "cache_bytes"])
-
-
-def _quality_of(row: Row) -> dict[str, Any]:
-    """Return the columns of the quality of a kind that was measured."""
-    if not row["judged"]:
-        return {"judged": False, **dict.fromkeys(QUALITY_COLUMNS, NOT_JUDGED)}
-    token, written = row.get("divergence_token"), row.get("greedy_tokens")
-    text = None if written is None else f"same {written} tokens"
-    if token is not None:
-        text = f"differs at token {token}, margin {row['margin']:.2g}"
-    return {"judged": True, "perplexity": math.exp(row["nll"]) if row["nll"] < 700 else math.inf, "greedy_text": text}
-
-
-def _as_text(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of `kind_rows` for a table, in which "~" marks predicted bytes and what is compared with them."""
-    marked = ["cache_bytes"] * bool(row.get("predicted")) + ["of_full"] * (row["full_predicted"] or "predicted" in row)
-    path = {"path": "predicted"} if row.get("predicted") else {}
-    return {**row, **with_intervals(row), **{name: f"~{written(row, name)}" for name in marked}, **path}
-
-
-def with_intervals(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the divergence and the perplexity of a judged row with their 95 % intervals, as text."""
-    found = {}
-    for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp)):
-        ends = mean_interval(tuple(row.get(blocks) or ())) if row.get("judged") else None
-        if ends is not None and ends[0] < ends[1] < 700:
-            low, high = (column(name).write(of(end)) for end in ends)
-            found[name] = f"{written(row, name)} ({low} to {high})"
-    return found
-
-
-def share_note(kinds: Iterable[str]) -> list[str]:
-    """Return the note on shares as a list: empty unless a kind has one, such as snapkv:0.25."""
-    named = next((kind for kind in kinds if re.search(r":(0?\.\d+|1\.0*)($|[@;+])", kind)), None)
-    words = "is one of the keys of the prompt. Some kinds also drop keys of the tokens that follow, others store all of"
-    note = f"A share, as in {named}, {words} these: equal shares are not equal bytes. Compare kinds by their bytes."
-    return [] if named is None else [note]
-
-
-def _kind_notes(report: Report) -> Iterator[str]:
-    if any(row.get("predicted") for row in rows_of(report, "quality")):
-        yield "~ and predicted: the budget was too small to measure the kind. Its bytes follow from the model's sizes."
-    for row in measured_rows(report, "quality")[:1]:
-        few = "" if len(row.get("kls", [])) >= LEAST_SAMPLES else " Too few for an interval."
-        yield (
-            f"Quality: the last {row['tokens']:,} of the first {row['context']:,} tokens of {report['plan']['text']}, "
-            f"fed one by one, against the model without a cache.{few} Bytes and time are those of the last steps."
-        )
-    yield from share_note(kind_names(report))
-    if not all(row["judged"] for row in measured_rows(report, "quality")):
-        yield (
-            f"{NOT_JUDGED}: at that length the kind has dropped or compressed nothing, so the text does not show what "
-            "its savings cost; give a larger --budget, or a kind that stores less."
-        )
-    views, names = cell_views(report), kind_names(report)
-    widened = [names[one.index] for one in views if one.row.get("quantized") and one.path.startswith("plain")]
-    if widened:
-        yield (
-            f"On the plain path a quantised cache is widened as a whole at every step ({', '.join(widened)}): this "
-            "takes time that the full cache does not need."
-        )
-    if len({one.path for one in views if one.path}) > 1:
-        yield "Times on different paths compare the paths, not the kinds."
-
-
-def ways_of(report: Report) -> dict[tuple[str, str], list[Row]]:
-    """Return the turns of each way of feeding the conversation, by (engine or path, way)."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    views = cell_views(report)
-    turns = rows_of(report, "turn") if report["preset"] == "chat" else []
-    for row in sorted(turns, key=lambda row: (row["cell"], row["turn"])):
-        found.setdefault((views[row["cell"]].runs_on, row["way"]), []).append(row)
-    return found
-
-
-def turn_tables(report: Report) -> list[Table]:
-    """Return the times and bytes of a conversation: a row for each turn, a column for each way."""
-    found, titles = [], {"first_token_seconds": "Time to first token, s", "cache_bytes": "Bytes of the KV cache, MB"}
-    for name, title in titles.items():
-        shown = {f"{who}, {way}": rows for (who, way), rows in ways_of(report).items() if rows[-1].get(name)}
-        figures = [[written(row, name).partition(" (")[0] for row in rows] for rows in shown.values()]
-        turns = [
-            [str(row["turn"] + 1), f"{row['history']:,}", str(row["new"])] for row in next(iter(shown.values()), [])
-        ]
-        rows = [[*turn, *own] for turn, own in zip(turns, zip(*figures, strict=True), strict=True)]
-        found.append(Table(title, ["turn", "tokens before it", "new tokens", *shown], rows))
-    return found
-
-
-def prompt_tables(report: Report) -> list[Table]:
-    """Return the table of prompts that begin alike, and the table of sessions on disk."""
-    if report["preset"] != "chat":
-        return []
-    plan, views = report["plan"], cell_views(report)
-    rows: list[dict[str, Any]] = []
-    for row in (*rows_of(report, "prompts"), *rows_of(report, "disk")):
-        n = len(row.get("first_token_seconds") or row["save_seconds"])
-        rows.append({**row, "computed_by": views[row["cell"]].runs_on, "beginning": row.get("way"), "n": n})
-    prompts, disks = ([row for row in rows if row["figures"] == figures] for figures in ("prompts", "disk"))
-    title = f"{plan['rows']} prompts that share {plan['shared']:,} tokens, each with {plan['own']} of its own"
-    return [view(title, PROMPT_COLUMNS, prompts), view("A session on disk", DISK_COLUMNS, disks)]
+    rows = [[one.label, *(own.get(name, NOT_OBSERVED) for name in names)] for one, own in zip(views, seen, strict=True)]
+    return Table("What was seen in each cell", ["cell", *names], rows)
 
 
 def on_or_off(kv_caching: bool) -> str:

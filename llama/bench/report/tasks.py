@@ -5,40 +5,29 @@ from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
-from llama.bench.report.cells import kind_names
-from llama.bench.report.columns import CANNOT_JUDGE, NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, Table, least_to_most, view
-from llama.bench.schema import Report, Row, rows_of
+from llama.bench.report.columns import CANNOT_JUDGE, NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, least_to_most
+from llama.bench.schema import Row
 from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
 
-WAYS = ("", "_question_seen")
-COLUMNS = ("task", "context", "kind", "cache_bytes")
-FIGURES = ("score", "difference", "lost", "answer_len")
+WAYS = {"": "minus_full", "_question_seen": "minus_full_question_seen"}  # and the column of the differences
 MOST_LOST = 8  # numbers of samples that are listed
 
 
-def task_table(report: Report) -> Table:
-    """Return the scores of all tasks, with the question seen by the prompt and not."""
-    rows = [*rows_of(report, "task"), *_means(report)]
-    full = {(row["task"], row["context"]): row for row in rows if row["cell"] == 0}
-    order = {key: place for place, key in enumerate(dict.fromkeys((row["task"], row["context"]) for row in rows))}
-    rows.sort(key=lambda row: (order[row["task"], row["context"]], row["cell"]))
-    rows = [{**row, **minus_full(row, full.get((row["task"], row["context"])))} for row in rows]
-    shown = [{**row, "kind": kind_names(report)[row["cell"]], **scores_of(row)} for row in rows]
-    names = [*COLUMNS, *(f"{figure}{way}" for way in WAYS for figure in FIGURES)]
-    return view("Scores of tasks", names, shown, [note_on(rows)] if rows else [])
-
-
-def _means(report: Report) -> list[Row]:
+def means(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of all tasks of RULER together, of each kind and length at which all kinds have several tasks."""
     found = []
-    for context in dict.fromkeys(row["context"] for row in rows_of(report, "task")):
+    for context, setup in dict.fromkeys((row["context"], row.get("setup")) for row in rows):
         of_kind: dict[int, list[Row]] = {}
-        for row in rows_of(report, "task"):
-            if row["context"] == context and not row["task"].startswith("needle") and context is not None:
+        for row in rows:
+            if (
+                (row["context"], row.get("setup")) == (context, setup)
+                and context
+                and not row["task"].startswith("needle")
+            ):
                 of_kind.setdefault(row["cell"], []).append(row)
-        names = [[row["task"] for row in rows] for rows in of_kind.values()]
+        names = [[row["task"] for row in own] for own in of_kind.values()]
         if names and len(names[0]) > 1 and names.count(names[0]) == len(names):
-            found += [_mean(rows) for rows in of_kind.values()]
+            found += [_mean(own) for own in of_kind.values()]
     return found
 
 
@@ -50,8 +39,10 @@ def _mean(rows: Sequence[Row]) -> Row:
         "cache_bytes": int(fmean(row["cache_bytes"] for row in rows)),
     }
     mean["judged"] = all(row["judged"] for row in rows)
-    for name in (f"{column}{way}" for way in WAYS for column in ("scores", "answer_lens")):
-        mean[name] = [value for row in rows for value in row[name]]
+    mean.pop("minus_full", None)
+    for name in (f"{column}{way}" for way in WAYS for column in ("scores", "answer_lens", "minus_full")):
+        if all(name in row for row in rows):
+            mean[name] = [value for row in rows for value in row[name]]
     return mean
 
 
@@ -63,14 +54,14 @@ def minus_full(row: Row, full: Row | None) -> dict[str, list[float]]:
     if full is None or full is row or len(full["scores"]) != len(row["scores"]):
         return {}
     pairs = {way: zip(row[f"scores{way}"], full[f"scores{way}"], strict=True) for way in WAYS}
-    return {f"minus_full{way}": [one - other for one, other in pair] for way, pair in pairs.items()}
+    return {WAYS[way]: [one - other for one, other in pair] for way, pair in pairs.items()}
 
 
 def scores_of(row: Row) -> dict[str, Any]:
     """Return a row as text: scores and differences with intervals, samples that lost, mean lengths of the answers."""
     shown: dict[str, Any] = {}
     for way in WAYS:
-        more, names = row.get(f"minus_full{way}"), [f"{name}{way}" for name in ("score", "difference", "lost")]
+        more, names = row.get(WAYS[way]), [f"{name}{way}" for name in ("score", "difference", "lost")]
         compared = ["-", "-"] if more is None else [_difference(more, row[f"scores{way}"]), _lost(more)]
         figures = [with_interval(row[f"scores{way}"]), *compared]
         shown |= zip(names, figures if row["judged"] else [NOT_JUDGED] * 3, strict=True)

@@ -14,7 +14,6 @@ from llama.bench.report.contents import (
     cell_table,
     check_lines,
     is_noisy,
-    lead_tables,
     left_out,
     machine_line,
     noise,
@@ -22,12 +21,16 @@ from llama.bench.report.contents import (
     title,
 )
 from llama.bench.report.derived import growth
-from llama.bench.report.merged import merged_tables
 from llama.bench.report.sentences import headline
-from llama.bench.report.tables import CELL_COLUMNS, GUESS_COLUMNS, on_or_off, repetitions, result_tables
+from llama.bench.report.tables import figure_tables, on_or_off, repetitions, saved_tables
 from llama.bench.schema import KEYS, REPEATED, Report
 from llama.bench.statistics import spread
 from llama.costs import MB, table
+
+CELL_COLUMNS = (
+    *("seconds", "first_token_seconds", "step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
+    *("tensor_peak_bytes", "resident_peak_bytes", "cache_bytes", "token_forwards"),
+)
 
 
 def cell_text(report: Report, index: int) -> str:
@@ -43,7 +46,7 @@ def cell_text(report: Report, index: int) -> str:
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
         count = report["environment"].get("threads") if cell.device == "cpu" else None
         threads, kind = f", threads: {count}" if count else "", cell.kv_cache if view.is_ours else "its own"
-        names = [*CELL_COLUMNS[:-1], *GUESS_COLUMNS * bool(cell.speculate)]
+        names = [*CELL_COLUMNS, *("proposed", "accepted") * bool(cell.speculate)]
         in_megabytes = Column("", scale=1 / MB, form=".2f", unit=" MB").write
         lines += [
             f"Inference time: {view.median('seconds'):.2f} seconds",
@@ -54,7 +57,7 @@ def cell_text(report: Report, index: int) -> str:
             f"KV cache: {f'on ({kind})' if cell.kv_caching else 'off'}",
             f"Engine: {cell.engine} ({view.path}), {cell.model} in {cell.dtype} on {cell.device}{threads}",
             *(f"{column(name).head}: {written(view.row, name)}" for name in names),
-            f"n: {repetitions(view)}; in brackets: p10 and p90",
+            f"n: {repetitions(cell, row)}; in brackets: p10 and p90",
         ]
     below = [cell_table(view), Table("Validity", notes=check_lines(view)), Table("Notes", notes=row.get("notes", []))]
     return "\n".join([*lines, "", *(markdown(table) for table in below if table)])
@@ -62,7 +65,7 @@ def cell_text(report: Report, index: int) -> str:
 
 def table_markdown(report: Report) -> str:
     """Return the tables for the terminal in Markdown, and the line about the machine behind them."""
-    shown = [*merged_tables(report), *result_tables(report)]
+    shown = [*figure_tables(report), *saved_tables(report)]
     return "\n".join([*map(markdown, shown), f"{machine_line(report)}\n"])
 
 
@@ -71,7 +74,7 @@ def report_markdown(report: Report, pictures: Collection[str] = ()) -> str:
     parts = [f"# {title(report)}", " · ".join(map(_safe, byline(report)))]
     parts += [f"**{mark}** {_safe(line)}" if mark else f"**{_safe(line)}**" for mark, line in alarms(report)]
     parts += [" · ".join(f"**{_safe(number)}** ({_safe(words)})" for number, words in headline(report))]
-    parts += [*map(markdown, lead_tables(report)), _safe(machine_line(report)), *map(_safe, report["reading"])]
+    parts += [*map(markdown, figure_tables(report)[:1]), _safe(machine_line(report)), *map(_safe, report["reading"])]
     parts = [part for part in parts if part]
     if report["preset"] == "report":
         parts += ["## In my own words", "(Replace this line.)"]

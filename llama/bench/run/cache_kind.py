@@ -66,8 +66,7 @@ def predicted_kind(cell: Cell, plan: dict[str, Any]) -> list[Row]:
 
     def row(figures: str, context: int, prompt: int, end: int) -> Row:
         sizes: dict[str, Any] = {"prompts": [prompt], "ends": [end], "reserved": (1, end), "itemsize": cell.itemsize}
-        predicted = {"predicted": True, "predicted_cache_bytes": cache.predicted_bytes(**sizes)}
-        return {"figures": figures, "context": context, **predicted}
+        return {"figures": figures, "context": context, "predicted_cache_bytes": cache.predicted_bytes(**sizes)}
 
     length = plan["length"]
     text = row("quality", length, length - plan["tokens"], length - 1)

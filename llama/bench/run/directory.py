@@ -5,7 +5,6 @@ import os
 import re
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from llama.bench.report.files import RESULTS, write_json
 from llama.bench.schema import SCHEMA, Report, cell_row, rows_of
@@ -44,7 +43,7 @@ def resumed_run(out: Path, report: Report) -> tuple[Path, Report]:
     found = sorted(out.glob(f"*-{_kind(report)}*/{RESULTS}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         kept = read_report(path)
-        if kept is not None and kept["cells"] == report["cells"] and _text_of(kept) == _text_of(report):
+        if kept is not None and kept["cells"] == report["cells"] and kept["plan"] == report["plan"]:
             kept["failures"], kept["budget_minutes"] = [], report["budget_minutes"]
             for row in rows_of(kept, "cell"):
                 row["error"] = None  # what died is tried again
@@ -59,15 +58,11 @@ def read_report(path: Path) -> Report | None:
     """Return the report in a file; None if it is not one of this version, or has lost its rows or its plan."""
     try:
         report: Report = json.loads(path.read_text("utf-8"))
-        # `_text_of` and `_kind` raise without a plan or a model.
-        whole = report["schema"] == SCHEMA and report["preset"] and _text_of(report) and _kind(report)
+        # `_kind` raises without a model.
+        whole = report["schema"] == SCHEMA and report["preset"] and isinstance(report["plan"], dict) and _kind(report)
         return report if whole and "error" in cell_row(report, 0) else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
-
-
-def _text_of(report: Report) -> list[Any]:
-    return [report["plan"].get(name) for name in ("text", "prompt_len", "longest", "tasks", "inputs")]
 
 
 def _kind(report: Report) -> str:

@@ -75,42 +75,26 @@ def _guesses(cell: Cell, run: Run, token_forwards: int) -> Row:
     return {"token_forwards": fed, "proposed": [run.proposed], "accepted": [accepted]}
 
 
-def predicted_rows(cell: Cell, source: Source, seconds: Sequence[float], path: str, *, within: float) -> list[Row]:
-    """Return the row of a cell that was not measured, with the predicted seconds of its forwards on a path.
-
-    within: the times are expected between the predicted ones divided and multiplied by it. A cell of ours also gets
-    its predicted memory and its work.
-    """
-    row: Row = {"figures": "cell", "error": None, "notes": [], "predicted": True, "within": within, "path": path}
-    row |= {"seconds": [sum(seconds)], "first_token_seconds": [seconds[0]], "step_seconds": [list(seconds[1:])]}
-    if cell.engine != "llama":
-        return [row]
+def predicted_memory(cell: Cell, source: Source) -> list[Row]:
+    """Return the memory ledger of a cell of ours that was not measured."""
     predicted = predict(source.args, cell, workspace=workspace(source.device), stored=source.stored)
-    row |= {"weights_bytes": predicted.weights, "tensor_peak_bytes": [predicted.total]}
-    row |= {"cache_bytes": _cache_at_end(source.args, cell), **make_work(cell, source.args, stored=source.stored)}
-    return [row, *make_ledger(source.args, cell, predicted)]
+    return make_ledger(source.args, cell, predicted)
 
 
-def measure_peak(cell: Cell, opened: Opened) -> list[Row]:
-    """Run the largest forwards of a cell alone, and return the row of its peak, predicted and measured."""
-    engine, device = opened.engine, torch.device(cell.device)
-    prompts, new = make_prompts(cell, engine), [[0] * cell.output_len] * cell.batch_size  # of any ids
-    if device.type == "cpu":
-        peak: int | None = engine.weights_bytes + tensor_peak(lambda: _largest_forwards(cell, engine, prompts, new))
-    else:
+def peak_row(cell: Cell, source: Source | Opened) -> Row:
+    """Return the row of a cell's peak: predicted, and with an opened engine also measured by its largest forwards."""
+    device, peak = torch.device(cell.device), None
+    if isinstance(source, Opened):
+        engine, args = source.engine, source.engine.args
+        prompts, new = make_prompts(cell, engine), [[0] * cell.output_len] * cell.batch_size  # of any ids
         reset_peaks(device)
-        _largest_forwards(cell, engine, prompts, new)
-        peak = peaks(device).get("tensor_peak_bytes")
-    predicted = predict(engine.args, cell, workspace=workspace(device), stored=opened.stored).total
-    mode = {"figures": "peak", "kv_caching": cell.kv_caching}
-    return [{**mode, "predicted_bytes": predicted, "measured_bytes": peak}]
-
-
-def predicted_peak(cell: Cell, source: Source) -> list[Row]:
-    """Return the row of a peak that was not measured."""
-    predicted = predict(source.args, cell, workspace=workspace(source.device), stored=source.stored).total
-    mode = {"figures": "peak", "kv_caching": cell.kv_caching, "predicted": True}
-    return [{**mode, "predicted_bytes": predicted, "measured_bytes": None}]
+        traced = tensor_peak(lambda: _largest_forwards(cell, engine, prompts, new))
+        peak = engine.weights_bytes + traced if device.type == "cpu" else peaks(device).get("tensor_peak_bytes")
+    else:
+        args = source.args
+    predicted = predict(args, cell, workspace=workspace(device), stored=source.stored).total
+    row: Row = {"figures": "peak", "batch_size": cell.batch_size, "kv_caching": cell.kv_caching}
+    return {**row, "predicted_bytes": predicted, "measured_bytes": peak}
 
 
 def make_prompts(cell: Cell, engine: Engine) -> list[list[int]]:

@@ -189,13 +189,15 @@ def open_engine(cell: Cell) -> Opened:
     check_length(cell, source.args)
     check_memory(cell, source.args, source.device, stored=source.stored)
     before = resident_bytes()
-    facts = {
-        "name": cell.model,
-        "weights": source.weights,
-        "parameters": parameters(source.args),
-        "sizes": json.loads(json.dumps(vars(source.args), default=vars)),
-    }
-    return Opened(engine_class(cell.engine).load(source, cell), facts, before, source.stored)
+    engine = engine_class(cell.engine).load(source, cell)
+    return Opened(engine, facts_of(cell, source), before, source.stored)
+
+
+def facts_of(cell: Cell, source: Source) -> dict[str, Any]:
+    """Return what a report says of a model."""
+    sizes = json.loads(json.dumps(vars(source.args), default=vars))
+    count = parameters(source.args)
+    return {"name": cell.model, "weights": source.weights, "parameters": count, "sizes": sizes}
 
 
 def random_model(

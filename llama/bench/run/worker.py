@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -20,13 +19,13 @@ import torch
 from llama.bench.cell import Cell
 from llama.bench.run.cache_kind import cache_costs, cache_quality
 from llama.bench.run.conversation import measure_conversation, measure_prompts
-from llama.bench.run.engines import Engine, LlamaEngine
-from llama.bench.run.measure import make_prompts, measure, measure_peak
+from llama.bench.run.engines import LlamaEngine
+from llama.bench.run.measure import make_prompts, measure, peak_row
 from llama.bench.run.memory_ledger import check_memory
-from llama.bench.run.models import find_model, open_engine
+from llama.bench.run.models import facts_of, find_model, open_engine
 from llama.bench.run.step_times import step_times
 from llama.bench.run.tasks import cache_task
-from llama.bench.schema import TEXTS, Row
+from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
@@ -34,8 +33,6 @@ from llama.model import Transformer
 from llama.streaming import TextCodec
 from llama.watch.page import page
 from llama.watch.record import record
-
-TEXTS_SHARE = 10  # the texts of a report are longer than the shortest if they take at most a tenth of what is left
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
@@ -53,75 +50,9 @@ def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:
 
 
 def describe_machine(cell: Cell) -> dict[str, Any]:
-    """Return the environment and the ceilings of this machine, with no model in memory."""
-    device = torch.device(cell.device)
-    return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype])}
-
-
-def calibrate(cell: Cell, *, rows: int, texts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Time the pieces of `llama.bench.presets.Calibration`; `rows` is the largest batch of the preset.
-
-    texts: the arguments of `continued_texts`; its rows are returned as well, without the start of another process.
-    `seconds` is the time of all of it, without that of the process to start and to end.
-    """
-    started = time.perf_counter()
-    engine, facts, *_ = open_engine(cell)
-    loaded = time.perf_counter() - started
-    prompts = make_prompts(cell.but(batch_size=rows), engine)
-
-    def steps_of(batch: list[list[int]]) -> tuple[list[float], list[float]]:
-        engine.run(batch, 2, kv_caching=True)
-        runs = [engine.run(batch, 2, kv_caching=True) for _ in range(3)]  # one alone may have met other work
-        steps = [run.token_times[1] - run.token_times[0] for run in runs]
-        return [run.token_times[0] - run.started for run in runs], steps
-
-    firsts, ones = steps_of(prompts[:1])
-    many = steps_of([prompt[:4] for prompt in prompts])[1] if rows > 1 else ones  # short: a step reads all weights
-    prefill, step, steps = map(min, (firsts, ones, many))
-    timed = {"max_seq_len": engine.args.max_seq_len, "input_len": len(prompts[0]), "load_seconds": loaded}
-    timed |= {"prefill_seconds": prefill, "step_seconds": step, "many_rows": rows, "many_seconds": steps}
-    timed["scatter"] = max(max(each) / min(each) for each in (firsts, ones, many))
-    found: dict[str, Any] = {"model": facts, "environment": environment(torch.device(cell.device)), "timed": timed}
-    if texts is not None:
-        try:
-            found["rows"] = continued_texts(engine, **texts, started=started)
-        except (ValueError, RuntimeError) as error:  # too long for the model, or out of memory: the cells stand
-            found["failures"] = [f"{TEXTS}: {str(error).partition(chr(10))[0] or repr(error)}"]
-    return {**found, "seconds": time.perf_counter() - started}
-
-
-def continued_texts(
-    engine: Engine, *, prompts: list[str], lengths: list[int], seconds: float, started: float
-) -> list[Row]:
-    """Return each prompt continued in both modes: by the shortest length, or by the longest that a share allows.
-
-    That is a tenth of what is left of the `seconds` from `started` on.
-    """
-    assert isinstance(engine, LlamaEngine)
-    began, fed = time.perf_counter(), [len(engine.encode(prompt)) for prompt in prompts]
-    share, (*longer, shortest) = (seconds - (began - started)) / TEXTS_SHARE, lengths
-
-    def tokens(length: int) -> int:  # of the mode without the cache, which takes most of the time
-        return sum(length * (one + length // 2) for one in fed)
-
-    rows = _both_modes(engine, prompts, shortest)
-    took = time.perf_counter() - began
-    fits = (length for length in longer if took * tokens(length) / tokens(shortest) <= share)
-    length = next(fits, None)
-    return rows if length is None else _both_modes(engine, prompts, length)
-
-
-def _both_modes(engine: LlamaEngine, prompts: list[str], length: int) -> list[Row]:
-    on, off = (
-        engine.model.generate(engine.tokenizer, prompts, max_gen_len=length, temperature=0.0, kv_caching=kv_caching)
-        for kv_caching in (True, False)
-    )
-    rows = list[Row]()
-    for prompt, cached, uncached in zip(prompts, on, off, strict=True):
-        texts = {"cached_text": cached["generation"], "uncached_text": uncached["generation"]}
-        equal = {"tokens": len(uncached["ids"]), "equal": cached["ids"] == uncached["ids"]}
-        rows.append({"figures": "text", "prompt": prompt, **texts, **equal})
-    return rows
+    """Return the environment and the ceilings of this machine, and the facts of a model, with none in memory."""
+    device, facts = torch.device(cell.device), facts_of(cell, find_model(cell))
+    return {"environment": environment(device), "ceilings": ceilings(device, DTYPES[cell.dtype]), "model": facts}
 
 
 def time_steps(cell: Cell, *, contexts: list[int]) -> dict[str, Any]:
@@ -165,13 +96,28 @@ def margin(cell: Cell, *, row: int, ids: list[int]) -> dict[str, Any]:
     return {"margin": first - second}
 
 
-def hand_in(cell: Cell, *, watched: dict[str, Any]) -> dict[str, Any]:
+def continued_texts(cell: Cell, *, prompts: list[str], length: int) -> dict[str, Any]:
+    """Return each prompt continued greedily with the cache and without."""
+    engine = open_engine(cell).engine
+    assert isinstance(engine, LlamaEngine)
+    on, off = (
+        engine.model.generate(engine.tokenizer, prompts, max_gen_len=length, temperature=0.0, kv_caching=kv_caching)
+        for kv_caching in (True, False)
+    )
+    rows = list[Row]()
+    for prompt, cached, uncached in zip(prompts, on, off, strict=True):
+        texts = {"cached_text": cached["generation"], "uncached_text": uncached["generation"]}
+        equal = {"tokens": len(uncached["ids"]), "equal": cached["ids"] == uncached["ids"]}
+        rows.append({"figures": "text", "prompt": prompt, **texts, **equal})
+    return {"rows": rows}
+
+
+def peaks_and_page(cell: Cell, *, watched: dict[str, Any]) -> dict[str, Any]:
     """Return the peak of a cell in both modes and the page of a generation; one process loads the model once."""
     opened = open_engine(cell)
-    engine, rows = opened.engine, list[Row]()
+    engine = opened.engine
     assert isinstance(engine, LlamaEngine)
-    for kv_caching in (True, False):
-        rows += measure_peak(cell.but(kv_caching=kv_caching), opened)
+    rows = [peak_row(cell.but(kv_caching=kv_caching), opened) for kv_caching in (True, False)]
     return {"rows": rows, "page": watched_page(cell, engine.model, engine.tokenizer, **watched)}
 
 
@@ -190,7 +136,6 @@ def watched_page(cell: Cell, model: Transformer, tokenizer: TextCodec, *, prompt
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "machine": describe_machine,
     "cell": run_cell,
-    "calibrate": calibrate,
     "steps": time_steps,
     "cache_costs": cache_costs,
     "cache_quality": cache_quality,
@@ -198,7 +143,8 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "conversation": measure_conversation,
     "prompts": measure_prompts,
     "margin": margin,
-    "hand_in": hand_in,
+    "texts": continued_texts,
+    "peaks_and_page": peaks_and_page,
     "agreement": agreement,
     "watch": watch,
 }

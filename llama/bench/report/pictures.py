@@ -1,0 +1,266 @@
+"""The pictures of a report, by matplotlib's own layout. A report without figures for a picture does not have it.
+
+All colours are those of `llama.host.palette`.
+"""
+
+import base64
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from llama.bench.report.cells import cell_views, groups, in_table_order
+from llama.bench.report.columns import megabytes, two_digits
+from llama.bench.report.contents import NOISY, is_noisy
+from llama.bench.report.derived import crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
+from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
+from llama.bench.report.sentences import crossover_words, faster, in_seconds, kind_rows, range_faster
+from llama.bench.report.tables import on_or_off
+from llama.bench.schema import Report
+from llama.bench.statistics import Spread
+from llama.costs import MB
+from llama.host.palette import (
+    ACTIVATIONS,
+    ALARM,
+    CACHE,
+    FACTOR,
+    GRID,
+    INK,
+    LOGITS,
+    MUTED,
+    PAPER,
+    RECOMPUTED,
+    UNNAMED,
+    WEIGHTS,
+    WORKSPACE,
+)
+
+COLORS = {"on": CACHE.light, "off": RECOMPUTED.light}
+MODES = {"on": "with the cache", "off": "without"}
+MARKERS = {"on": "o", "off": "s"}
+PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
+METADATA = {  # that would differ from run to run, or name matplotlib's version
+    "png": ["Software"], "svg": ["Date", "Creator", "Format", "Type"], "pdf": ["CreationDate", "Creator", "Producer"],
+}  # fmt: skip
+WIDTH, SMALL = 9.0, 10.0  # inches, and points of the words
+STYLE: dict[Any, Any] = {  # matplotlib's settings
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED.light),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor"), INK.light),
+    **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": GRID.light},
+    "text.parse_math": False,  # a dollar sign in a name does not begin a formula
+}
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """Return the pictures that the report has figures for, by name, in reading order."""
+    painters = {"time": draw_time, "memory": draw_memory, "speedup": draw_speedup, "steps": draw_steps}
+    painters |= {"pareto": draw_pareto}
+    if report["preset"] == "merged":  # as many cells as there are
+        return {}
+    with matplotlib.rc_context(STYLE):
+        return {name: figure for name, draw in painters.items() if (figure := draw(report)) is not None}
+
+
+def as_file(figure: Figure, form: str = "svg") -> bytes:
+    """Return the picture as a file: png, svg or pdf. The same picture gives the same bytes."""
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "llama", "pdf.fonttype": 42}):  # 42: text that can be copied
+        figure.savefig(out, format=form, dpi=150, metadata=dict.fromkeys(METADATA[form]))
+    return out.getvalue()
+
+
+def as_image(figure: Figure) -> str:
+    """Return the picture as the address of an image that is complete in itself."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(as_file(figure)).decode()}"
+
+
+def heading(figure: Figure) -> str:
+    """Return the heading of a picture."""
+    return " ".join(figure.get_suptitle().split())
+
+
+def _figure(
+    report: Report, words: str, tall: float, columns: int = 1, job: str = "", **grid: Any
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with its heading, empty panels side by side, and small words on what was measured below."""
+    figure = Figure((WIDTH, tall), facecolor=PAPER.light)
+    lines = textwrap.wrap(words, 78)
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=14, weight="bold")
+    cells = report["cells"]
+    below = [report["model"]["name"]] if report["model"] is not None else []
+    below += [job] if job else sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
+    below += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
+    words = textwrap.wrap(", ".join(below), 110)
+    figure.text(0.01, 0.01, "\n".join(words), color=MUTED.light)
+    lowest = 0.2 * len(words) / tall  # of the height, below the legend
+    figure.set_layout_engine("constrained", rect=(0, lowest, 1, 1 - lowest))
+    return figure, list(figure.subplots(1, columns, squeeze=False, **grid).flat)
+
+
+def _mark(report: Report, *axes: Axes) -> None:
+    """Write a warning across panels that show times, if these were measured under load."""
+    for ax in axes if is_noisy(report) else ():
+        words = ax.text(0.5, 0.5, NOISY.replace(", ", "\n"), transform=ax.transAxes, ha="center", va="center")
+        words.set(rotation=20, fontsize=16 if len(axes) < 3 else 12, color=ALARM.light, alpha=0.35)
+
+
+def _log_ticks(axis: Axis) -> None:
+    """Write few plain numbers at an axis with a log scale, on which everything is drawn."""
+    low, high = axis.get_view_interval()
+    subs = {100: (1.0,), 10: (1.0, 2.0, 5.0), 2.5: (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)}
+    fit = next((LogLocator(subs=some) for least, some in subs.items() if high / low > least), MaxNLocator(4))
+    axis.set_major_locator(fit)
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def error_bars(spreads: Sequence[Spread]) -> list[list[float]]:
+    down = [max(0.0, one["median"] - one["p10"]) for one in spreads]
+    return [down, [max(0.0, one["p90"] - one["median"]) for one in spreads]]
+
+
+def _draw_factors(ax: Axes, rows: Mapping[int, Mapping[str, Any]]) -> None:
+    """Draw how many times faster a row is as a bar from zero at its place, with its range if that is wide."""
+    bars = ax.barh([*rows], [row["times_faster"] for row in rows.values()], 0.4, color=FACTOR.light)
+    ends = [row.get("times_faster_range") for row in rows.values()]
+    said = ["" if one is None else f" ({two_digits(one[0])}-{two_digits(one[1])})" for one in ends]
+    labels = [f"{two_digits(row['times_faster'])}x{end}" for row, end in zip(rows.values(), said, strict=True)]
+    ax.bar_label(bars, labels, padding=3, weight="bold")
+    ax.axvline(1, color=MUTED.light, lw=1, ls="--")
+    ax.set_xlabel("times faster with the cache")
+    ax.margins(x=0.9 if any(ends) else 0.3)
+
+
+def _draw_modes(ax: Axes, name: str, rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str], scale: float) -> None:
+    """Draw the times of both modes, in the columns `keys`, against the column `name`, both on log scales."""
+    for mode, said in MODES.items():
+        own = [(row[name], row[keys[mode]]) for row in rows if row.get(keys[mode])]
+        spreads: list[Any] = [{key: scale * one[key] for key in ("median", "p10", "p90")} for _, one in own]
+        ax.errorbar([at for at, _ in own], [one["median"] for one in spreads], error_bars(spreads),
+                    color=COLORS[mode], marker=MARKERS[mode], ms=5, lw=2, capsize=3, label=said)  # fmt: skip
+    ax.set(xscale="log", yscale="log")
+    _log_ticks(ax.xaxis)
+    _log_ticks(ax.yaxis)
+
+
+def draw_time(report: Report) -> Figure | None:
+    """Draw the time of the whole job in both modes, a row for each pair, and beside it how many times faster it is."""
+    grouped, rows, scattered = groups(report), saved(report), scatter(report)
+    if not grouped:
+        return None
+    words = f"{range_faster([row['times_faster'] for row in rows])} with the KV cache" if rows else "Time of the job"
+    figure, (left, right) = _figure(report, words, 1.6 + 0.5 * len(grouped), 2, width_ratios=[3, 2], sharey=True)
+    for place, group in enumerate(grouped):
+        timed = [(one, on_or_off(view.cell.kv_caching)) for view in group if (one := seconds_of(view, scattered))]
+        for one, mode in timed:  # the words of the faster one stand at its left
+            look: dict[str, Any] = {"color": COLORS[mode], "marker": MARKERS[mode], "capsize": 3}
+            left.errorbar(one["median"], place, xerr=error_bars([one]), **look)
+            side = "right" if len(timed) > 1 and one is min(timed, key=lambda each: each[0]["median"])[0] else "left"
+            at, aside = (one["p10"], -6) if side == "right" else (one["p90"], 6)
+            left.annotate(in_seconds(one["median"]), (at, place), (aside, 0), textcoords="offset points",
+                          ha=side, va="center")  # fmt: skip
+    left.set_yticks(range(len(grouped)), [group[0].pair_label for group in grouped])
+    left.set(ylim=(len(grouped) - 0.5, -0.6), xscale="log", xlabel="time of the whole job, s (log scale)")
+    left.margins(x=0.3)
+    _log_ticks(left.xaxis)
+    for mode, said in MODES.items():
+        left.plot([], [], MARKERS[mode], color=COLORS[mode], label=said)
+    figure.legend(handles=left.get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    of_pair = {row["on_view"].index: row for row in rows if row["times_faster"]}
+    own = {place: of_pair[group[0].index] for place, group in enumerate(grouped) if group[0].index in of_pair}
+    _draw_factors(right, own)
+    _mark(report, left, right)
+    return figure
+
+
+def draw_memory(report: Report) -> Figure | None:
+    """Draw the peak of each cell as a bar of its parts, under the sentence that names the largest one."""
+    views = [view for view in in_table_order(cell_views(report)) if view.has_peak]
+    if not any(view.is_measured for view in views):
+        return None
+    figure, (ax,) = _figure(report, peak_sentence(report), 1.8 + 0.4 * len(views))
+    ends, stacks = [0.0] * len(views), [peak_parts(view) for view in views]
+    for part in (part for part in PARTS if any(part in stack for stack in stacks)):
+        widths = [stack.get(part, 0) / MB for stack in stacks]
+        bars = ax.barh(range(len(views)), widths, 0.6, ends, color=PART_COLORS[part].light, label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    said = [f"{megabytes(peak_bytes(view))}{' predicted' * is_peak_predicted(view)}" for view in views]
+    ax.bar_label(bars, said, padding=4)
+    ax.set_yticks(range(len(views)), [view.label for view in views])
+    ax.set(ylim=(len(views) - 0.5, -0.5), xlim=(0, 1.2 * max(ends)), xlabel="memory at the peak, MB (2^20 bytes)")
+    figure.legend(loc="outside lower center", ncols=len(PARTS))
+    return figure
+
+
+def draw_steps(report: Report) -> Figure | None:
+    """Draw the time of a step in both modes by context, a panel for each batch size."""
+    panels = step_groups(report)
+    if not panels:
+        return None
+    figure, axes = _figure(report, crossover_words(report), 4.2, len(panels), sharey=True)
+    for ax, rows, pays in zip(axes, panels, crossovers(report), strict=True):
+        _draw_modes(ax, "context", rows, {"on": "on", "off": "off"}, 1e3)
+        if pays["context"]:
+            ax.axvline(pays["context"], color=INK.light, lw=1.2, ls="--")
+        ax.set_xlabel("context, tokens (log scale)")
+        ax.set_title(f"batch {rows[0]['batch_size']}" + ("" if pays["context"] else ", no crossover"), fontsize=SMALL)
+    axes[0].set_ylabel("time of a step, ms (log scale)")
+    figure.legend(handles=axes[0].get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    _mark(report, *axes)
+    return figure
+
+
+def draw_speedup(report: Report) -> Figure | None:
+    """Draw times of both modes against the number of generated tokens, and beside them how many times faster it is."""
+    rows = growth(report)
+    if not rows:
+        return None
+    words = [f"{faster(row['times_faster'])} at {row['generated']}" for row in (rows[0], rows[-1])]
+    head = f"Batch {rows[0]['batch_size']} with the cache: {' and '.join(words)} generated tokens"
+    figure, (left, right) = _figure(report, head, 4.2, 2, width_ratios=[3, 2])
+    _draw_modes(left, "generated", rows, {"on": "on_s", "off": "off_s"}, 1.0)
+    left.set(xlabel="generated tokens (log scale)", ylabel="time of the whole job, s (log scale)")
+    _draw_factors(right, dict(enumerate(rows)))
+    right.set_yticks(range(len(rows)), [str(row["generated"]) for row in rows])
+    right.set(ylim=(len(rows) - 0.5, -0.5), ylabel="generated tokens")
+    figure.legend(handles=left.get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    _mark(report, left, right)
+    return figure
+
+
+def draw_pareto(report: Report) -> Figure | None:
+    """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
+    rows = [row for row in kind_rows(report) if row["judged"] and row.get("step_seconds")]
+    if len(rows) < 3:
+        return None
+    other, sizes = [100 * (1 - row["top1_agreement"]) for row in rows], [row["cache_bytes"] / MB for row in rows]
+    times = [1e3 * sorted(row["step_seconds"])[len(row["step_seconds"]) // 2] for row in rows]
+    best = [rows[place]["kind"] for place in unbeaten(sizes, other)]
+    words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and agreement"
+    job = f"one row of {rows[0]['context']:,} tokens; the last {rows[0]['tokens']:,} positions against no cache"
+    figure, axes = _figure(report, words, max(3.6, 1.2 + 0.24 * len(rows)), 2, job, sharey=True)
+    for ax, name, values in zip(axes, ("KV cache, MB", "time per token, ms"), (sizes, times), strict=True):
+        ax.set_yscale("symlog", linthresh=0.1)
+        ax.scatter(values, other, s=26, color=CACHE.light, zorder=3)
+        front = unbeaten(values, other)
+        ax.plot([values[place] for place in front], [other[place] for place in front], color=MUTED.light, lw=1)
+        ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
+        ax.yaxis.set_major_formatter("{x:g}")
+    axes[0].set_ylabel("other top-1 token, % (log scale)")
+    # Names stand in a column at the right, in the order of the points, each with a line to its point.
+    order = sorted(range(len(rows)), key=lambda place: (-other[place], times[place]))
+    for number, place in enumerate(order):
+        line: dict[str, Any] = {"arrowstyle": "-", "color": GRID.light}
+        at = (1.05, 1 - (number + 0.5) / len(order))
+        axes[1].annotate(rows[place]["kind"], (times[place], other[place]), at, textcoords="axes fraction", va="center",
+                         arrowprops=line)  # fmt: skip
+    _mark(report, axes[1])
+    return figure

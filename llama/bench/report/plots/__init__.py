@@ -1,1 +1,0 @@
-"""The plots of a report. The only folder that knows matplotlib."""
