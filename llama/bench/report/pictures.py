@@ -98,9 +98,9 @@ def _figure(
     below = [report["model"]["name"]] if report["model"] is not None else []
     below += [job] if job else sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
     below += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
-    words = textwrap.wrap(", ".join(below), 110)
-    figure.text(0.01, 0.01, "\n".join(words), color=MUTED.light)
-    lowest = 0.2 * len(words) / tall  # of the height, below the legend
+    lines = textwrap.wrap(", ".join(below), 110)
+    figure.text(0.01, 0.01, "\n".join(lines), color=MUTED.light)
+    lowest = 0.2 * len(lines) / tall  # of the height, below the legend
     figure.set_layout_engine("constrained", rect=(0, lowest, 1, 1 - lowest))
     return figure, list(figure.subplots(1, columns, squeeze=False, **grid).flat)
 
