@@ -90,7 +90,7 @@ def _tokenizer_facts(tokenizer: Tokenizer, args: ModelArgs) -> dict[str, str]:
     }
 
 
-def memory(checkpoint: Checkpoint, *, positions: int) -> Iterator[tuple[str, str, int, int]]:
+def memory(checkpoint: Checkpoint, *, positions: int) -> Iterator[tuple[torch.dtype, str, int, int]]:
     """Yield the memory of each mode of loading, for one process.
 
     Each is (dtype, quantize, bytes of the weights, bytes of the cache of one text of `positions` tokens).
@@ -99,7 +99,7 @@ def memory(checkpoint: Checkpoint, *, positions: int) -> Iterator[tuple[str, str
     for dtype, quantize, layout in ways_to_load(checkpoint):
         weights = weights_bytes(args, itemsize=dtype.itemsize, quantize=layout)
         cache = cache_bytes(args, rows=1, length=positions, itemsize=dtype.itemsize)
-        yield {4: "fp32", 2: "bf16"}[dtype.itemsize], quantize, weights, cache
+        yield dtype, quantize, weights, cache
 
 
 def ways_to_load(checkpoint: Checkpoint) -> list[tuple[torch.dtype, str, Layout]]:

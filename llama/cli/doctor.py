@@ -12,6 +12,7 @@ from llama.checkpoint.demo import demo_model_path
 from llama.checkpoint.doctor import facts, memory
 from llama.costs import MB, table
 from llama.host import console
+from llama.host.machine import dtype_name
 from llama.untrusted.files import read_text
 
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>[^/\\\0]+)")
@@ -55,7 +56,7 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
     positions = min(_POSITIONS, longest)
     heads = ["dtype", "quantize", "weights", f"cache of {positions:,} positions"]
     rows = [
-        [dtype, quantize or "-", f"{weights / MB:,.1f} MB", f"{cache / MB:,.1f} MB"]
+        [dtype_name(dtype), quantize or "-", f"{weights / MB:,.1f} MB", f"{cache / MB:,.1f} MB"]
         for dtype, quantize, weights, cache in memory(checkpoint, positions=positions)
     ]
     yield "\n" + table("Memory that it needs", heads, rows)

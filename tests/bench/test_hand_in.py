@@ -1,4 +1,4 @@
-"""The report that is handed in: the result first, every cell measured or predicted with a range, and the code."""
+"""The report that is handed in: the result first, every cell measured or named as left out, and the code."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from llama.bench.report.contents import machine_line
 from llama.bench.report.derived import ratio_range, saved, scatter, seconds_of
 from llama.bench.report.hand_in import code_tables, published_table
 from llama.bench.report.page import report_page
-from llama.bench.report.pictures import figures
+from llama.bench.report.pictures import METADATA, figures
 from llama.bench.report.sentences import findings, headline
 from llama.bench.report.text import report_markdown
 from llama.bench.schema import Report, cell_row, rows_of
@@ -178,12 +178,12 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
     here, words = tiny
     words = [word for word in words if word not in ("--input_len", "6", "--output_len", "4")]
     assert cli.run(script.hand_in, [*words, "--minutes", "0"]) == 0
-    assert here.done == ["machine", *FOUR[:2], "hand_in", *FOUR[2:]]
+    assert here.done == ["machine", "texts", *FOUR[:2], "peaks_and_page", *FOUR[2:]]
     (folder,) = (tmp_path / "out").iterdir()
     assert folder.name.endswith("-tiny-report")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names == {"report.html", "report.md", "watch.html", "table.csv", "results.json", *(
-        f"plots/{name}.png" for name in ("time", "memory"))}  # fmt: skip
+        f"plots/{name}.{form}" for name in ("time", "memory") for form in METADATA)}  # fmt: skip
     shown = (folder / "report.md").read_text("utf-8")
     assert shown.count("| identical, ") == 4
     assert "Time: at batch 2" in shown

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import (
     N_WORDS,
     meta_params,
@@ -26,6 +27,7 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.doctor import facts, memory
 from llama.cli.doctor import check_manifest, fast_path, main
 from llama.fast.native_build import find_compiler
+from llama.host.machine import dtype_name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,13 +71,13 @@ def test_memory_is_that_of_the_model_in_every_mode(tmp_path: Path) -> None:
     theirs = random_llama(llama_config())
     path = write_gguf(tmp_path / "model.gguf", meta_weights(theirs), theirs.config, kind=Kind.Q8_0)
     found = list(memory(open_checkpoint(path), positions=2048))
-    weights = {(dtype, quantize): nbytes for dtype, quantize, nbytes, _ in found}
+    weights = {(dtype_name(dtype), quantize): nbytes for dtype, quantize, nbytes, _ in found}
     count = sum(weight.numel() for weight in theirs.parameters())
     assert weights["fp32", ""] == 4 * count
     assert weights["bf16", ""] == 2 * count
     assert weights["fp32", ""] > weights["fp32", "int8"] > weights["fp32", "int4"]
     assert weights["fp32", "stored"] < weights["fp32", "int8"] + 1
-    assert {cache for dtype, _, _, cache in found if dtype == "fp32"} == {2 * 2 * 2 * 8 * 2048 * 4}
+    assert {cache for dtype, _, _, cache in found if dtype == torch.float32} == {2 * 2 * 2 * 8 * 2048 * 4}
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler, so there is no native code")

@@ -98,11 +98,17 @@ def _figure(
     below = [report["model"]["name"]] if report["model"] is not None else []
     below += [job] if job else sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
     below += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
-    lines = textwrap.wrap(", ".join(below), 110)
-    figure.text(0.01, 0.01, "\n".join(lines), color=MUTED.light)
-    lowest = 0.2 * len(lines) / tall  # of the height, below the legend
+    figure.text(0.01, 0.01, textwrap.shorten(", ".join(below), 110), color=MUTED.light)
+    lowest = 0.5 / tall  # of the height: that line, and a legend
     figure.set_layout_engine("constrained", rect=(0, lowest, 1, 1 - lowest))
     return figure, list(figure.subplots(1, columns, squeeze=False, **grid).flat)
+
+
+def _legend(figure: Figure, ax: Axes) -> None:
+    """Write the legend of a panel in one line, between the panels and the small words."""
+    handles, _ = ax.get_legend_handles_labels()
+    lowest = 0.2 / figure.get_figheight()
+    figure.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, lowest), ncols=len(handles))
 
 
 def _mark(report: Report, *axes: Axes) -> None:
@@ -157,7 +163,7 @@ def draw_time(report: Report) -> Figure | None:
     if not grouped:
         return None
     words = f"{range_faster([row['times_faster'] for row in rows])} with the KV cache" if rows else "Time of the job"
-    figure, (left, right) = _figure(report, words, 1.6 + 0.5 * len(grouped), 2, width_ratios=[3, 2], sharey=True)
+    figure, (left, right) = _figure(report, words, 2.2 + 0.45 * len(grouped), 2, width_ratios=[3, 2], sharey=True)
     for place, group in enumerate(grouped):
         timed = [(one, on_or_off(view.cell.kv_caching)) for view in group if (one := seconds_of(view, scattered))]
         for one, mode in timed:  # the words of the faster one stand at its left
@@ -173,7 +179,7 @@ def draw_time(report: Report) -> Figure | None:
     _log_ticks(left.xaxis)
     for mode, said in MODES.items():
         left.plot([], [], MARKERS[mode], color=COLORS[mode], label=said)
-    figure.legend(handles=left.get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    _legend(figure, left)
     of_pair = {row["on_view"].index: row for row in rows if row["times_faster"]}
     own = {place: of_pair[group[0].index] for place, group in enumerate(grouped) if group[0].index in of_pair}
     _draw_factors(right, own)
@@ -196,7 +202,7 @@ def draw_memory(report: Report) -> Figure | None:
     ax.bar_label(bars, said, padding=4)
     ax.set_yticks(range(len(views)), [view.label for view in views])
     ax.set(ylim=(len(views) - 0.5, -0.5), xlim=(0, 1.2 * max(ends)), xlabel="memory at the peak, MB (2^20 bytes)")
-    figure.legend(loc="outside lower center", ncols=len(PARTS))
+    _legend(figure, ax)
     return figure
 
 
@@ -213,7 +219,7 @@ def draw_steps(report: Report) -> Figure | None:
         ax.set_xlabel("context, tokens (log scale)")
         ax.set_title(f"batch {rows[0]['batch_size']}" + ("" if pays["context"] else ", no crossover"), fontsize=SMALL)
     axes[0].set_ylabel("time of a step, ms (log scale)")
-    figure.legend(handles=axes[0].get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    _legend(figure, axes[0])
     _mark(report, *axes)
     return figure
 
@@ -231,7 +237,7 @@ def draw_speedup(report: Report) -> Figure | None:
     _draw_factors(right, dict(enumerate(rows)))
     right.set_yticks(range(len(rows)), [str(row["generated"]) for row in rows])
     right.set(ylim=(len(rows) - 0.5, -0.5), ylabel="generated tokens")
-    figure.legend(handles=left.get_legend_handles_labels()[0], loc="outside lower center", ncols=2)
+    _legend(figure, left)
     _mark(report, left, right)
     return figure
 
