@@ -36,6 +36,7 @@ MOST_SCORED = 1024  # behind a prompt of a length that the user chose
 FEWEST = 32  # scored tokens that judge a kind
 NEEDLE_LENGTHS, NEEDLES = (256,), 5
 RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
+TEXT_LENGTH = 16  # tokens behind each prompt of a report: without a cache more would take a minute on a busy machine
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
 
@@ -302,7 +303,7 @@ def table_groups(report: Report) -> Iterator[Group]:
 def report_groups(report: Report) -> Iterator[Group]:
     """Yield the texts of a report, the first pair of its table, peaks and its page, and the other pairs."""
     cells = cells_of(report)
-    options = {"prompts": report["plan"]["prompts"], "length": WATCHED_STEPS}
+    options = {"prompts": report["plan"]["prompts"], "length": TEXT_LENGTH}
     yield Group((Job(TEXTS, "texts", cells[0], 0, options=options, of_cell=False),))
     first, *others = paired(cell_jobs(cells))
     yield first
