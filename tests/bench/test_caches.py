@@ -230,10 +230,14 @@ def test_a_budget_of_a_moment_judges_the_full_cache_and_one_kind_and_lists_what_
     assert report["failures"] == [f"{what}: no room in the budget" for what in ("window:20+4: quality", *costs)]
     assert script.report_exit_code(report) == 0
     assert "| 64 | int8 |" in report_markdown(report)
+    (left,) = rows_of(report, "quality", 2)
+    assert f"| 64 | window:20+4 | {' | '.join(['not measured'] * 2)} |" in report_markdown(report)
     here.done = []
     monkeypatch.setattr(OtherLoad, "stop", lambda _: float(1 << 20))
     whole = measured(base, tmp_path, kinds=kinds, minutes=0, resume=True)
     assert here.done[1:] == ["cache_quality window:20+4", *(f"cache_costs {kind}" for kind in ("static", *kinds))]
+    (judged_row,) = rows_of(whole, "quality", 2)
+    assert judged_row["cache_bytes"] == left["predicted_cache_bytes"], "the bytes of a kind that was left out"
     noisy = {row["cell"] for row in rows_of(whole, "check") if row["status"] == "noisy"}
     assert noisy == {0, 1, 2}, "steps that others disturbed are marked"
     assert script.report_exit_code(whole, strict=True) == 4

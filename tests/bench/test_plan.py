@@ -1,7 +1,7 @@
 """A run measures every group once, again while the budget lasts, tears no pair, and loses nothing that is finished."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llama.bench.cell import Cell
 from llama.bench.compare import add_result
 from llama.bench.plan import OVERRUN, REPETITIONS, Run, schedule
 from llama.bench.presets import Group, Job, groups_of, plan_report, work_of
+from llama.bench.report.tables import figure_tables
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
 from llama.bench.schema import Report, cell_row, is_measured, new_report, rows_of
@@ -42,6 +43,10 @@ def table(base: Cell, out: Path, *, minutes: float = 60, resume: bool = False, n
     run = run_of(report, out, resume=resume, repetitions=n if minutes else 1, watched=asked.get("watched"))
     run.run()
     return run.report
+
+
+def every_cell(report: Report) -> list[Sequence[str]]:
+    return list(figure_tables(report)[0].rows)
 
 
 def counts(report: Report) -> list[int]:
@@ -80,7 +85,15 @@ def test_a_budget_of_a_moment_measures_the_first_pair_and_lists_the_others(
     assert counts(report) == [1, 1, 0, 0]
     assert report["failures"] == [f"{name}: no room in the budget" for name in [*FOUR[2:], *CURVES]]
     assert script.report_exit_code(report) == 0
+    assert [rows[2] for rows in every_cell(report)[2:]] == ["not measured"] * 2, "a pair keeps its rows"
+    peaks = [row for row in rows_of(report, "memory", 2) if row["name"] == "peak"]
+    assert [row["measured_bytes"] for row in peaks] == [None]
+    assert f"~{peaks[0]['predicted_bytes'] / 2**20:.2f}" in every_cell(report)[2], "memory is arithmetic"
     whole = table(base, tmp_path, minutes=0, resume=True)
+    (peak,) = (row for row in rows_of(whole, "memory", 2) if row["name"] == "peak")
+    assert peak["predicted_bytes"] == peaks[0]["predicted_bytes"]
+    assert peak["measured_bytes"] > 0
+    assert not any("not measured" in row[2] for row in every_cell(whole))
     assert here.done[4:6] == FOUR[2:], "the run that goes on measures what it lacks"
     assert (counts(whole), whole["failures"]) == ([1] * 4, [])
 
