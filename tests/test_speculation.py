@@ -32,7 +32,7 @@ from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
 from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
 from llama.texts.scheduler import Texts
-from llama.verify.certificate import measure_run
+from llama.verify.measured_run import measure_run
 from llama.verify.passes import reference_of
 
 PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]

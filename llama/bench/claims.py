@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from llama.bench.compare import SAME_TEXT
+from llama.bench.comparisons import SAME_TEXT
 from llama.bench.report.tasks import mean_interval
 from llama.bench.schema import Report, Row, cell_row, differing, rows_of
 from llama.bench.statistics import LEAST_SAMPLES

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llama.bench.compare import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
+from llama.bench.comparisons import add_note, add_result, compare_engines, compare_pair, compare_turns, with_rates
 from llama.bench.merged import with_ratios
 from llama.bench.noise import judge_noise
 from llama.bench.presets import Group, Job, cells_of

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llama.bench.cell import Cell
-from llama.bench.compare import add_note, compare_pair, with_rates
+from llama.bench.comparisons import add_note, compare_pair, with_rates
 from llama.bench.noise import judge_noise
 from llama.bench.schema import Report, merge, new_report, rows_of
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from llama.api import pick_cache
 from llama.bench.cell import Cell
-from llama.bench.compare import OtherSetup
+from llama.bench.comparisons import OtherSetup
 from llama.bench.plan import Run
 from llama.bench.presets import (
     FEWEST,

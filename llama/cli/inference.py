@@ -263,8 +263,8 @@ def write_watch_page(
     """Write the page of the first prompt's text; return one line about it."""
     from llama.host.files import replace_file
     from llama.host.progress import progress_bar
-    from llama.watch.page import page
     from llama.watch.record import record
+    from llama.watch.watch_page import page
 
     with progress_bar("recording", unit="step") as bar:
         recording = record(model, tokenizer, prompts[0], progress=bar.update, **writing)

@@ -24,10 +24,10 @@ from llama.model import Transformer
 from llama.ranks.torchrun import world_size
 from llama.texts.origin import weights_digest
 from llama.tokenizer import Tokenizer
-from llama.verify.certificate import STAGES, Figures, measure_run
+from llama.verify.certificate import Certificate, report
+from llama.verify.measured_run import STAGES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.tolerance import TOLERANCE_FACTOR
-from llama.verify.verdict import Certificate, report
 
 
 def main(

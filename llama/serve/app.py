@@ -364,7 +364,8 @@ def _refused(error: Exception) -> Refused:
 
 def _page() -> HTMLResponse:
     """Return the page, which may use its own style and script and this server, and nothing else."""
-    text = resources.files(__package__).joinpath("page.html").read_text("utf-8").replace("/* palette */", palette.css())
+    text = resources.files(__package__).joinpath("server_page.html").read_text("utf-8")
+    text = text.replace("/* palette */", palette.css())
     allowed = []
     for tag in ("style", "script"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

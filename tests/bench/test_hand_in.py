@@ -14,8 +14,8 @@ from llama.bench import presets
 from llama.bench.report.contents import machine_line
 from llama.bench.report.derived import ratio_range, saved, scatter, seconds_of
 from llama.bench.report.hand_in import code_tables, published_table
-from llama.bench.report.page import report_page
 from llama.bench.report.pictures import METADATA, figures
+from llama.bench.report.report_page import report_page
 from llama.bench.report.sentences import findings, headline
 from llama.bench.report.text import report_markdown
 from llama.bench.schema import Report, cell_row, rows_of

@@ -13,7 +13,7 @@ from jobs_here import CEILINGS, Here, jobs_here, run_of
 
 from llama.bench import plan, presets
 from llama.bench.cell import Cell
-from llama.bench.compare import add_result
+from llama.bench.comparisons import add_result
 from llama.bench.plan import OVERRUN, REPETITIONS, Run, schedule
 from llama.bench.presets import Group, Job, groups_of, plan_report, work_of
 from llama.bench.report.tables import figure_tables

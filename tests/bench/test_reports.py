@@ -41,7 +41,6 @@ from llama.bench.report.columns import two_digits
 from llama.bench.report.contents import NOISY
 from llama.bench.report.derived import crossovers, growth
 from llama.bench.report.files import write_report
-from llama.bench.report.page import report_page
 from llama.bench.report.pictures import (
     METADATA,
     SMALL,
@@ -57,6 +56,7 @@ from llama.bench.report.pictures import (
     figures,
     heading,
 )
+from llama.bench.report.report_page import report_page
 from llama.bench.report.sentences import findings, headline, range_faster
 from llama.bench.report.tables import figure_tables
 from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown, warnings_text

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from llama.bench import compare
+from llama.bench import comparisons
 from llama.bench.cell import Cell
-from llama.bench.compare import compare_engines, compare_modes, compare_pair, first_divergence, with_rates
+from llama.bench.comparisons import compare_engines, compare_modes, compare_pair, first_divergence, with_rates
 from llama.bench.report.sentences import findings
 from llama.bench.report.tables import figure_tables
 from llama.bench.schema import Report, Row, cell_row, merge, new_report, pairs, rows_of
@@ -197,7 +197,7 @@ def test_if_our_modes_differ_the_margin_at_the_divergence_is_measured(
         asked.append((kind, cell.kv_caching, job))
         return {"margin": 0.5}
 
-    monkeypatch.setattr(compare, "run_job", margin)
+    monkeypatch.setattr(comparisons, "run_job", margin)
     for engine, margin_of in (("transformers", None), ("llama", 0.5)):
         on = Cell(engine=engine, batch_size=2, output_len=3)
         report = report_of(
@@ -226,7 +226,7 @@ def test_if_our_modes_differ_the_margin_at_the_divergence_is_measured(
 def test_guesses_that_change_a_text_are_a_violation_where_none_may(
     path: str, made: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "run_job", lambda *_, **__: {"margin": 0.5})
+    monkeypatch.setattr(comparisons, "run_job", lambda *_, **__: {"margin": 0.5})
     plain = Cell(output_len=2)
     rows = {plain.but(speculate="lookup"): made, plain: [[1, 2]], plain.but(kv_caching=False): [[1, 2]]}
     figures: Row = {"path": path, "seconds": [1.0], "proposed": [9], "accepted": [7], "tokens_per_second": 2.0}

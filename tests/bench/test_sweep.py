@@ -21,7 +21,7 @@ from refusals import unrefused
 
 from llama.bench import sweep
 from llama.bench.cell import Cell
-from llama.bench.compare import OtherSetup
+from llama.bench.comparisons import OtherSetup
 from llama.bench.merged import merged
 from llama.bench.presets import Job
 from llama.bench.report.files import write_report

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llama.bench import compare, plan, presets
+from llama.bench import comparisons, plan, presets
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
 from llama.bench.presets import groups_of
@@ -42,7 +42,7 @@ class Here:
 def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str]) -> Here:
     """Do all jobs in this process, of two batch sizes."""
     here = Here(label)
-    for module in (plan, compare):
+    for module in (comparisons, plan):
         monkeypatch.setattr(module, "run_job", here)
     monkeypatch.setattr(worker, "ceilings", lambda *_, **__: CEILINGS)
     monkeypatch.setattr(presets, "BATCHES", (1, 2))

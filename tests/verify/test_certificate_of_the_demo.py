@@ -19,7 +19,7 @@ from llama.model import Transformer
 from llama.ops import PLAIN
 from llama.rope import RopeTable
 from llama.rows import Rows
-from llama.verify.certificate import (
+from llama.verify.measured_run import (
     FLOAT64_PASSES,
     PASSES,
     Difference,

@@ -11,7 +11,7 @@ from tiny import tiny_model, watched
 from llama.kv_cache import Cache, PagedCache, StaticCache
 from llama.texts.session import Session
 from llama.texts.session_file import Content
-from llama.verify.certificate import PASSES, Figures, measure_run
+from llama.verify.measured_run import PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import AMONG_OTHERS, IN_ROWS, SESSION, SESSIONS, session_passes
 

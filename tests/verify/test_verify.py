@@ -23,8 +23,8 @@ from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
 from llama.rows import Rows
 from llama.verify import tolerance
-from llama.verify.certificate import PASSES, STAGES, Figures, FirstDivergence
-from llama.verify.verdict import SCHEMA, Certificate, add_up, percent, report
+from llama.verify.certificate import SCHEMA, Certificate, add_up, percent, report
+from llama.verify.measured_run import PASSES, STAGES, Figures, FirstDivergence
 
 SMALL = ("--batch_size=2", "--tokens=4", "--prompt_len=4", "--device=cpu")
 

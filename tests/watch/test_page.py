@@ -15,7 +15,16 @@ from recordings import DEMO, SMALL, made_up
 
 from llama.host import palette
 from llama.untrusted.words import printable
-from llama.watch.page import COUNTERS, MOST_ATTENTION, amount, bytes_words, formulas, kept_attention, page, sentence
+from llama.watch.watch_page import (
+    COUNTERS,
+    MOST_ATTENTION,
+    amount,
+    bytes_words,
+    formulas,
+    kept_attention,
+    page,
+    sentence,
+)
 
 NASTY = "</script ></script><script>alert(1)</script><!--<b onload='x'>\"&amp;\u2028\u2029\x00\x1b\u202e\ud800\ufeff]]>"
 

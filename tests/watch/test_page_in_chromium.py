@@ -14,8 +14,8 @@ from fakes import Ids
 from tiny import tiny_model
 
 from llama.host import palette
-from llama.watch.page import page
 from llama.watch.record import Recording, record
+from llama.watch.watch_page import page
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver

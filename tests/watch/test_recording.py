@@ -17,8 +17,8 @@ from llama.kv_cache import Int8Cache, StaticCache
 from llama.model import Transformer
 from llama.ops import PLAIN, ScoreMod, Scoring, softmax_attention
 from llama.quant.layers import quantize_layers
-from llama.watch.page import formulas
 from llama.watch.record import LEVELS, MOST_STEPS, Recording, look, record
+from llama.watch.watch_page import formulas
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 EVERY_SECOND = f"{EXAMPLES}/every_second.py:every_second"

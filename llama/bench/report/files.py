@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from itertools import count, product
 from pathlib import Path
 
-from llama.bench.report.page import report_page
 from llama.bench.report.pictures import METADATA, as_file, figures
+from llama.bench.report.report_page import report_page
 from llama.bench.report.text import report_csv, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import replace_file

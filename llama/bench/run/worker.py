@@ -31,8 +31,8 @@ from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
 from llama.model import Transformer
 from llama.streaming import TextCodec
-from llama.watch.page import page
 from llama.watch.record import record
+from llama.watch.watch_page import page
 
 
 def run_cell(cell: Cell, *, trace: bool) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def report_page(report: Report, figures: Mapping[str, "Figure"], steps: str | No
         # In a frame, whose script cannot reach anything outside it.
         frame = '<iframe title="A generation, step by step" sandbox="allow-scripts" srcdoc="'
         body.append(_folded("Step by step", [f'{frame}{escape(steps)}"></iframe>'], is_open=False))
-    style = palette.css() + resources.files(__package__).joinpath("page.css").read_text("utf-8")
+    style = palette.css() + resources.files(__package__).joinpath("report_page.css").read_text("utf-8")
     name = escape(": ".join([title(report), *byline(report)[:1]]))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,7 +1,7 @@
 """Show a recording as one HTML page that loads no font, picture or script from outside.
 
-All texts and numbers are made here, escaped, and embedded as JSON; page.js shows them. mistakes.json has what mistakes
-of a cache do to a text of the demo model (scripts/record_mistakes.py). Knows recordings, not models.
+All texts and numbers are made here, escaped, and embedded as JSON; watch_page.js shows them. mistakes.json has what
+mistakes of a cache do to a text of the demo model (scripts/record_mistakes.py). Knows recordings, not models.
 """
 
 import base64
@@ -28,9 +28,9 @@ COUNTERS = {  # and the fields of a StepWork
 
 def page(recording: Recording, *, model: str = "a Llama model") -> str:
     """Return the recording as one HTML page; `model` is the name to show."""
-    style, script = palette.css() + _file("page.css"), _file("page.js")
+    style, script = palette.css() + _file("watch_page.css"), _file("watch_page.js")
     prompt = printable("".join(recording.texts[: recording.prompt_len]), 60)
-    return Template(_file("page.html")).substitute(
+    return Template(_file("watch_page.html")).substitute(
         policy=f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'",
         style=style,
         script=script,
@@ -232,7 +232,7 @@ def amount(counter: int, value: float) -> str:
     return f"{value:,.0f}{units[unit]}" if unit == 0 or value >= 100 else f"{value:,.1f}{units[unit]}"
 
 
-# ---- the data of page.js ---------------------------------------------------------------------------------------------
+# ---- the data of watch_page.js ---------------------------------------------------------------------------------------
 
 
 def _json(recording: Recording) -> str:
