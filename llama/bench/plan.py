@@ -163,12 +163,11 @@ class Run:
     def _predict(self) -> None:
         """Give cells that were not measured their memory, and a report its peaks: these follow from the sizes."""
         report = self.report
-        known = {(row["figures"], row["cell"], row.get("context")) for row in report["rows"]}
         for place, cell in enumerate(cells_of(report)):
-            rows = list[Row]()
+            rows, there = list[Row](), rows_of(report, "quality", place) + rows_of(report, "step", place)
             if report["preset"] == "caches" and not cell_row(report, place)["error"]:
-                found = predicted_kind(cell, report["plan"])
-                rows = [row for row in found if (row["figures"], place, row["context"]) not in known]
+                lacks = len(there) <= len(report["plan"]["contexts"])
+                rows = predicted_kind(cell, report["plan"]) if lacks else []
             elif report["preset"] in ("table", "report") and cell.engine == "llama" and not cell.speculate:
                 rows = [] if rows_of(report, "memory", place) else predicted_memory(cell, find_model(cell))
             merge(report, rows, place)

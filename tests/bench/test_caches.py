@@ -22,7 +22,7 @@ from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied, run_job
 from llama.bench.run.kind_validity import CHECKS
 from llama.bench.run.models import find_model
-from llama.bench.schema import Report, Row, cell_row, rows_of
+from llama.bench.schema import Report, Row, cell_row, merge, new_report, rows_of
 from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
@@ -209,6 +209,9 @@ def test_a_kind_that_drops_keys_where_a_prompt_ends_is_given_a_real_prompt(
     assert KVCache.kinds["prompt_end"].seen >= {(32 - STEPS - 1, True), (LENGTH - SCORED, True)}  # type: ignore[attr-defined]
     assert [step["cache_bytes"] for step in steps] == [(8 + STEPS + 1) * POSITION] * 2
     assert [step["predicted_cache_bytes"] for step in steps] == [8 * POSITION] * 2, "a wrong prediction shows"
+    report = new_report("caches", [own])
+    merge(report, steps, 0)
+    assert "own.py:prompt_end does not store what its predicted_bytes says" in report_markdown(report)
     assert row["cache_bytes"] == (8 + SCORED - 1) * POSITION
     assert row["judged"]
 

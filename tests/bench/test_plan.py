@@ -204,6 +204,11 @@ def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell,
     assert len(asked) == 1, "what is there is not recorded again"
 
 
+def test_cells_are_measured_although_the_job_on_the_machine_died(base: Cell, world: World, tmp_path: Path) -> None:
+    world.fail = lambda kind, cell: JobDied("gone") if kind == "machine" else None
+    assert counts(table(base, tmp_path, minutes=0)) == [1] * 4
+
+
 def test_a_repetition_that_the_budget_ends_is_not_listed_as_left_out(base: Cell, world: World, tmp_path: Path) -> None:
     world.load = lambda cell: 1.0 if len(world.done) < len(FOUR) else 100.0
     report = table(base, tmp_path, minutes=1)

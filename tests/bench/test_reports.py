@@ -220,6 +220,7 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     assert died[1:] == ["died", *["not measured"] * 6, "not observed", "not measured", "0"]
     for shown in (table_markdown(report), report_markdown(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
+        assert "no room" not in shown
     assert "- died: its process was killed" in cell_text(report, 1)
     assert "times faster" not in table_markdown(report)
     assert [row["error"] for row in csv_rows(report)] == [cell_row(report, 1)["error"], ""]
