@@ -186,6 +186,8 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
         f"plots/{name}.{form}" for name in ("time", "memory") for form in METADATA)}  # fmt: skip
     shown = (folder / "report.md").read_text("utf-8")
     assert shown.count("| identical, ") == 4
+    assert len(re.findall(r"^\| [12] \| (?:on|off) \| [\d.,]*(?:not measured)? \| [\d,]+ \|", shown, re.MULTILINE)) == 4
+    assert len(re.findall(r"\| ~[\d.,]+ \|$", shown, re.MULTILINE)) == 2, "those of the larger batch are computed"
     assert "Time: at batch 2" in shown
     assert "plots/time.png" in shown
     assert "3 steps after" in (folder / "watch.html").read_text("utf-8")

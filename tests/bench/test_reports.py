@@ -48,6 +48,7 @@ from llama.bench.report.pictures import (
     WIDTH,
     as_file,
     as_image,
+    draw_memory,
     draw_pareto,
     draw_speedup,
     draw_steps,
@@ -221,6 +222,11 @@ def test_a_dead_cell_says_so_and_the_others_stand() -> None:
     for shown in (table_markdown(report), report_markdown(report)):
         assert "batch 16, cache off died: its process was killed (signal 9)" in shown
         assert "no room" not in shown
+    peak = {"figures": "memory", "cell": 1, "name": "peak", "predicted_bytes": 2**20, "measured_bytes": None}
+    report["rows"].append(peak | {"moment": "prefill"})
+    assert "~1.00" in table_markdown(report)
+    assert "no room" not in table_markdown(report)
+    report["rows"].pop()
     assert "- died: its process was killed" in cell_text(report, 1)
     assert "times faster" not in table_markdown(report)
     assert [row["error"] for row in csv_rows(report)] == [cell_row(report, 1)["error"], ""]
@@ -436,6 +442,8 @@ def test_a_share_has_a_note_and_few_positions_are_counted_and_have_no_interval()
     assert any("Too few for an interval" in note for note in table.notes)
     assert any(note.startswith("A share, as in snapkv:0.25, is one of the keys of the prompt") for note in table.notes)
     assert "the same most likely token at 29 of 32 positions" in findings(report)[0]
+    next(row for row in report["rows"] if row["figures"] == "quality")["context"] = 64
+    assert not any("Quality: the last" in note for note in figure_tables(report)[0].notes), "the texts differ"
 
 
 def test_every_kind_is_inside_the_picture_of_what_none_beats_also_one_without_errors() -> None:
@@ -557,6 +565,15 @@ def test_no_words_of_a_picture_lie_on_others_or_leave_it_or_are_small(preset: st
         assert [one for one, box in zip(words, boxes, strict=True) if box.x0 < 0 or box.x1 > figure.bbox.x1 + 1] == []
         for (one, box), (other, against) in combinations(zip(words, boxes, strict=True), 2):
             assert not box.padded(-1).overlaps(against.padded(-1)), (name, one.get_text(), other.get_text())
+
+
+def test_the_memory_of_a_cell_that_the_budget_left_out_is_drawn_as_predicted() -> None:
+    report = table_report([{**cell, "batch_size": batch} for batch in (1, 8) for cell in PAIR])
+    for row in (row for row in report["rows"] if row["cell"] > 1):
+        row.pop("seconds", None)
+        row |= {"measured_bytes": None} if row["figures"] == "memory" else {}
+    (ax,) = drawn_by(draw_memory, report).axes
+    assert [text.get_text().endswith(" predicted") for text in ax.texts] == [False, False, True, True]
 
 
 def test_a_wide_range_of_a_ratio_is_written_without_an_exponent_and_inside_its_panel() -> None:

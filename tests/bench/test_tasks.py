@@ -152,6 +152,12 @@ def test_a_kind_is_compared_sample_by_sample_with_the_full_cache() -> None:
     assert [other[name] for name in seen] == ["100.0", "no difference shown", "0"]
 
 
+def test_a_report_of_scores_alone_has_no_table_of_cells_without_times() -> None:
+    report = with_tasks({"vt": [1.0] * 4}, {"vt": [1.0] * 4})
+    report["rows"] = [row for row in report["rows"] if row["figures"] in ("cell", "task")]
+    assert [table.title for table in figure_tables(report)] == ["Scores of tasks"]
+
+
 def test_a_task_that_the_full_cache_fails_in_every_sample_does_not_judge_a_kind() -> None:
     full, better = [0.0] * 20, [0.0, 1.0] * 10
     _, one, other = cells(with_tasks({"vt": full}, {"vt": full}, {"vt": better}))
