@@ -150,7 +150,7 @@ def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: st
 @pytest.mark.slow
 @needs_a_compiler
 def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "soak_texts.py"))
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "soak_texts.py"))
     _, model = twins("fp32", ARGS)
     soaked, broken = script["Soak"](), script["Soak"]()
     script["soak"](model, soaked, tokens=600, rows=4, seed=1, cache_bytes=None)
