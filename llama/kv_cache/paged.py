@@ -24,17 +24,26 @@ BLOCK = 16  # positions
 class Pool:
     """The blocks of one layer, which the caches of several texts may share.
 
-    Nothing is counted: a block is free if no table of a cache has it. So whatever stops a change, or deletes a cache,
-    leaves nothing to mend.
+    Nothing is counted: a block is free if no table of a cache has it.
+
+    growing: whether a change of the memory is under way, or did not end: some caches then have the old one.
     """
 
     def __init__(self, cache: "PagedCache") -> None:
         self.caches: WeakSet[PagedCache] = WeakSet((cache,))
+        self.growing = False
         self.lock = Lock()  # copies of a cache may be written, freed and copied in different threads
 
     def users(self) -> list["PagedCache"]:
         """Return the caches that use the pool; a cache that was freed has another one."""
         return [cache for cache in self.caches if cache.pool is self]
+
+    def share(self, keys: Tensor | None, values: Tensor | None) -> None:
+        """Set the memory of all caches. The caller has the lock."""
+        self.growing = True
+        for cache in self.users():
+            vars(cache).update(keys=keys, values=values)
+        self.growing = False
 
     def used(self) -> Counter[int]:
         """Return the number of rows that use each block, of all caches. The caller has the lock."""
@@ -96,7 +105,8 @@ class PagedCache(KVCache, kind="paged"):
         return None
 
     def free(self) -> None:
-        vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], shared=[], pool=Pool(self))
+        with locked(self.pool.lock):  # a pool that grows would give its memory to a cache that has left it
+            vars(self).update(dict.fromkeys(self.held()), reserved=(0, 0), tables=[], shared=[], pool=Pool(self))
 
     def copy(self) -> Self:
         if type(self) is not PagedCache:  # a subclass may have other contents
@@ -155,8 +165,9 @@ class PagedCache(KVCache, kind="paged"):
 
     def join(self, other: Self, rows: int, length: int) -> None:
         """Move the table of row 0 of `other`; no key or value is copied."""
-        self._set([*self.tables[:rows], other.tables[0]], [*self.shared[:rows], other.shared[0]])
-        other._set([], [])
+        table, shared = other.tables[0], other.shared[0]
+        other._set([], [])  # first: an interrupt leaves no block in two tables
+        self._set([*self.tables[:rows], table], [*self.shared[:rows], shared])
 
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return keys and values in order of position, (rows, length, n_kv_heads, head_dim)."""
@@ -216,8 +227,13 @@ class PagedCache(KVCache, kind="paged"):
     def _has_blocks(self, rows: Rows) -> bool:
         """Return True if every row has the blocks that a call writes, and shares none of them."""
         each = zip(self.tables, self.shared, rows.starts, rows.lengths, strict=False)
-        return len(self.tables) >= len(rows.starts) and all(
-            start + length <= len(table) * BLOCK and shared <= start // BLOCK for table, shared, start, length in each
+        return (
+            not self.pool.growing
+            and len(self.tables) >= len(rows.starts)
+            and all(
+                start + length <= len(table) * BLOCK and shared <= start // BLOCK
+                for table, shared, start, length in each
+            )
         )
 
     def native_layout(self, like: Tensor) -> NativeLayout | None:
@@ -235,6 +251,9 @@ class PagedCache(KVCache, kind="paged"):
         A row that writes into shared blocks drops those behind the call: no later call reads them.
         """
         with locked(self.pool.lock):
+            if self.pool.growing:
+                largest = max(self.pool.users(), key=lambda cache: 0 if cache.keys is None else len(cache.keys))
+                self.pool.share(largest.keys, largest.values)
             used, missing = self.pool.used(), len(starts) - len(self.tables)
             tables = [[*table] for table in self.tables] + [[] for _ in range(missing)]
             shared = [*self.shared, *[0] * missing]
@@ -275,9 +294,9 @@ class PagedCache(KVCache, kind="paged"):
                 f"may have {self.most_blocks}; take a larger pool, fewer rows or shorter texts"
             )
         size = self._enlarged(held, held + more)
+        self.pool.growing = True
         self._enlarge(self.sizes(size, BLOCK, like), like.device)
-        for cache in self.pool.users():
-            cache.keys, cache.values = self.keys, self.values
+        self.pool.share(self.keys, self.values)
         return [*range(size - 1, held - 1, -1), *free]
 
     def _enlarged(self, blocks: int, needed: int) -> int:

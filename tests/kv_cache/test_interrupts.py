@@ -1,12 +1,16 @@
 """After a call that did not end, a cache and a session give the right result or refuse by name."""
 
 import random
+from threading import Thread
 
 import pytest
 import torch
-from interrupts import Sessions, Texts
+from interrupts import Sessions, Texts, interrupted, lines_of
 from tables import cases
 from tiny import failing, some_tokens, tiny_model
+
+from llama.kv_cache import Cache, PagedCache
+from llama.kv_cache.paged import Pool
 
 KINDS = ["static", "paged", "int8", "window:20+3", "h2o:20", "static@0;int4"]
 OTHERS = [
@@ -122,3 +126,77 @@ def test_a_refused_write_leaves_the_cache_as_it_was_unless_an_earlier_layer_wrot
         other = model.new_cache(kind, max_seq_len=50)
         model(text[:, :49], cache=other)
         assert torch.equal(model(text[:, 49:50], 49, cache=cache), model(text[:, 49:50], 49, cache=other))
+
+
+# ---- a pool that texts share -----------------------------------------------------------------------------------------
+
+
+def long_rows(*rows: range) -> torch.Tensor:
+    return torch.tensor([list(row) for row in rows])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("every", cases([1, 9], 9))
+def test_an_interrupt_of_a_join_or_of_a_pool_that_grows_leaves_both_texts_right(every: int) -> None:
+    """The text that was interrupted is fed again, then the other one is, and then the first goes on."""
+    model = tiny_model(max_seq_len=100, vocab_size=100)
+    first, second, third = range(1, 21), range(30, 50), range(60, 80)
+
+    def joining() -> tuple[Cache, Cache]:
+        batch = model.new_cache("paged")
+        model(long_rows(first), cache=batch)
+        text = batch.sibling()
+        model(long_rows(second), cache=text)
+        return batch, text
+
+    def growing() -> tuple[Cache, Cache]:
+        cache = model.new_cache("paged")
+        model(long_rows(first), cache=cache)
+        return cache, cache.copy()
+
+    def join(batch: Cache, text: Cache) -> None:
+        batch.join(text, 1, 20)
+
+    def grow(cache: Cache, _: Cache) -> None:
+        model(torch.tensor([[*third, *second]]), 20, cache=cache)
+
+    together, alone = model.new_cache("paged"), model.new_cache("paged")
+    model(long_rows(first, second), cache=together)
+    model(torch.tensor([[*first, *third, *second]]), cache=alone)
+    wanted = model(torch.tensor([[5], [6]]), [20, 20], cache=together), model(torch.tensor([[5]]), 60, cache=alone)
+    for make, act, expected in ((joining, join, wanted[0]), (growing, grow, wanted[1])):
+        caches = make()
+        for at in range(1, lines_of(lambda caches=caches, act=act: act(*caches)), every):
+            caches = make()
+            if not interrupted(lambda caches=caches, act=act: act(*caches), at):
+                continue
+            if act is join:
+                model(long_rows(first, second), cache=caches[0])
+                model(long_rows(third), cache=caches[1])
+                found = model(torch.tensor([[5], [6]]), [20, 20], cache=caches[0])
+            elif caches[0].truncate(20):
+                grow(*caches)
+                model(torch.tensor([[*second] * 3]), 20, cache=caches[1])
+                found = model(torch.tensor([[5]]), 60, cache=caches[0])
+            assert torch.allclose(found, expected, atol=1e-9), f"{act.__name__}, line {at}"
+
+
+@torch.inference_mode()
+def test_a_pool_that_grows_gives_no_memory_to_a_copy_that_is_freed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(max_seq_len=100, vocab_size=100)
+    cache = model.new_cache("paged")
+    model(long_rows(range(1, 21)), cache=cache)
+    copy, users, threads = cache.copy(), Pool.users, list[Thread]()
+
+    def freed_meanwhile(pool: Pool) -> list[PagedCache]:
+        found = users(pool)
+        if pool.growing and not threads:
+            threads.append(Thread(target=copy.free))
+            threads[0].start()
+            threads[0].join(0.1)
+        return found
+
+    monkeypatch.setattr(Pool, "users", freed_meanwhile)
+    model(long_rows(range(30, 90)), 20, cache=cache)
+    threads[0].join()
+    assert copy.nbytes == 0
