@@ -241,6 +241,13 @@ def _judge(
         violations += _loop_errors(run, prompts, baselines, comparisons[run.name])
     if guessed.failure or (model.exact and guessed.ids != cached.ids):
         violations.append(guessed.failure or f"{FREE_GUESSED}: {guessed.ids} are made, and {cached.ids} without")
+    else:
+        violations += [
+            f"{FREE_GUESSED}: row {d.row}, position {d.position}: takes token {d.tokens[1]}, and {d.tokens[0]} without "
+            f"guesses; float64 prefers its own by {d.margins[-1]}, more than rounding explains"
+            for d in _divergences(prompts, (cached, guessed), baselines.starts, (u, c, r), bound)
+            if not d.explained
+        ]
     violations += [
         f"free runs: row {d.row}, position {d.position}: cached takes token {d.tokens[0]}, uncached {d.tokens[1]}, "
         f"and float64 prefers its own by {d.margins[-1]}, more than rounding explains"

@@ -11,7 +11,7 @@ from tiny import tiny_model, watched
 from llama.kv_cache import Cache, PagedCache, StaticCache
 from llama.texts.session import Session
 from llama.texts.session_file import Content
-from llama.verify.measured_run import PASSES, Figures, measure_run
+from llama.verify.measured_run import FREE_GUESSED, PASSES, Figures, measure_run
 from llama.verify.passes import reference_of
 from llama.verify.sessions import AMONG_OTHERS, IN_ROWS, SESSION, SESSIONS, session_passes
 
@@ -31,6 +31,14 @@ def certify(kv_cache: str = "static", *, exact: bool = False, seed: int = 0) -> 
 def wrong(figures: Figures) -> set[str]:
     """Return the passes that a violation names."""
     return {text.partition(":")[0] for text in figures.violations}
+
+
+def test_guesses_that_are_accepted_although_they_are_wrong_are_violations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without exact mode, where a near tie may go the other way."""
+    assert certify().violations == []
+    monkeypatch.setattr("llama.generation.accepted", lambda guess, chosen: len(guess))
+    for exact in (False, True):
+        assert wrong(certify(exact=exact)) >= {FREE_GUESSED}
 
 
 # ---- sound sessions --------------------------------------------------------------------------------------------------
