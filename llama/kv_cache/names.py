@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+_LAST_RUN: dict[str, str] = {}  # the path of a user's file -> its module
+SOURCE = "llama_kv_source"  # the attribute of a user's module with the digest of the code that ran
 ALIASES = {"streaming-llm": "window"}  # names from papers for kinds that have another name here
 
 
@@ -112,14 +114,16 @@ def run_file(path: Path, setting: str) -> ModuleType:
         raise ValueError(f"{setting}: {path} is no regular file")
     name = ""
     try:
-        source = path.read_bytes()
-        digest = hashlib.sha256(os.path.realpath(path).encode() + b"\0" + source).hexdigest()
+        source, place = path.read_bytes(), os.path.realpath(path)
+        digest = hashlib.sha256(place.encode() + b"\0" + source).hexdigest()
         name = f"llama_kv_kind_{digest[:16]}"
-        if name not in sys.modules:
+        if _LAST_RUN.get(place) != name:  # also if an edit was taken back: its classes have the names of the kinds
             spec = spec_from_file_location(name, path)
             assert spec is not None
             sys.modules[name] = module_from_spec(spec)  # pickle finds its classes by this name
+            vars(sys.modules[name])[SOURCE] = hashlib.sha256(source).hexdigest()
             exec(compile(source, path, "exec"), vars(sys.modules[name]))  # a file of bytecode may be of the last edit
+            _LAST_RUN[place] = name
         return sys.modules[name]
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's file may raise anything
         sys.modules.pop(name, None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from llama.args import SETTINGS
 from llama.host.version import __version__, code_digest, content_digest
 from llama.kv_cache import KVCache
-from llama.kv_cache.names import kinds_named
+from llama.kv_cache.names import SOURCE, kinds_named
 from llama.ops import linear
 from llama.streaming import TextCodec
 from llama.switches import Switches
@@ -86,14 +86,20 @@ def kind_classes(kv_cache: str) -> list[type]:
 
 
 def own_code(*classes: type) -> str | None:
-    """Return a digest of the user's files that define the classes and their bases, as they are now; None without one.
+    """Return a digest of the user's files that define the classes and their bases, as they ran; None without one.
 
-    Other modules that such a file imports do not count.
+    Modules that Python itself imported, such as a program's own, are read as they are now. Other modules that such a
+    file imports do not count.
     """
     modules = dict.fromkeys(base.__module__ for one in classes for base in one.__mro__)
     own = [name for name in modules if name.partition(".")[0] not in {"llama", "torch", *sys.stdlib_module_names}]
-    files = [file for name in own if (file := getattr(sys.modules[name], "__file__", None)) is not None]
-    return content_digest(*files) if files else None
+    parts: list[str] = []
+    for module in map(sys.modules.get, own):
+        if (ran := getattr(module, SOURCE, None)) is not None:
+            parts.append(ran)
+        elif (file := getattr(module, "__file__", None)) is not None:
+            parts.append(content_digest(file))
+    return digest_of_text(" ".join(parts)) if parts else None
 
 
 def weights_digest(model: Switches) -> str:

@@ -173,21 +173,21 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     check_regular(os.stat(path).st_mode)
     try:
         with torch.inference_mode(False), safe_open(path, framework="pt") as file:  # else no call could write the cache
-            metadata = file.metadata() or {}
+            facts = _facts(file.metadata() or {})  # before any tensor is read: a model's file may be huge
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
     except SafetensorError as error:
         raise ValueError(f"it is not a session, or is damaged: {error}") from error
-    if metadata.get("format") != FORMAT:
-        raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
-    if (version := metadata.get("version")) != VERSION:
-        raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
-    facts = _facts(metadata)
     if digest_of(sorted(tensors.items())) != facts["tensors"]:
         raise _damaged("its tensors")
     return facts, tensors
 
 
 def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the checked facts. Raises ValueError."""
+    if metadata.get("format") != FORMAT:
+        raise ValueError("it is a safetensors file, but not a session; give one that session.save wrote")
+    if (version := metadata.get("version")) != VERSION:
+        raise ValueError(f"its format has version {version!r:.20}, this library reads {VERSION}; feed the text again")
     try:
         if digest_of_text(metadata["session"]) == metadata["digest"]:
             facts = {"execution": None, "own_code": None, **json.loads(metadata["session"])}

@@ -85,7 +85,7 @@ def test_a_file_may_define_kinds_with_parameters_by_layer(tmp_path: Path) -> Non
 
 def test_a_file_that_was_edited_is_run_again(tmp_path: Path) -> None:
     file, model = tmp_path / "edited.py", tiny_model()
-    for version in ("1", "2", "2"):
+    for version in ("1", "2", "2", "1"):
         file.write_text(MINE.replace("from a file", "edited") + f"\n    version = {version}\n")
         model.kv_cache = f"{file}:edited"
         assert vars(type(model.new_cache().layers[0]))["version"] == int(version)

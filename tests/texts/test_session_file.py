@@ -474,8 +474,10 @@ def test_a_kind_whose_file_was_edited_since_is_refused(saved: tuple[Transformer,
     session = model.session(Bytes(), kv_cache=f"{file}:mine of a file")
     session.feed("abc")
     session.save(path)
-    assert model.load_session(path).tokens == session.tokens
     file.write_text(file.read_text() + "# edited\n")
+    session.save(path)  # its keys are those of the code that ran
+    assert model.load_session(path).tokens == session.tokens
+    model.session(Bytes(), kv_cache=f"{file}:mine of a file")  # runs the edited file
     refused(model, path, "kv_cache='mine of a file', whose file was edited since; feed the text again")
 
 
