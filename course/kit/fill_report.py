@@ -58,7 +58,7 @@ def mode(cell: dict[str, Any]) -> str:
 
 
 def is_measured(found: dict[str, Any]) -> bool:
-    return bool(found.get("seconds")) and not found.get("predicted")
+    return bool(found.get("seconds"))
 
 
 def row(cell: dict[str, Any], found: dict[str, Any]) -> str:

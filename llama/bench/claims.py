@@ -119,6 +119,8 @@ def _checked(name: str, entry: Any) -> Claim:
     if len(bounds.keys() & entry["rule"]) != 1 or len(sides.keys() & entry["rule"]) == 2:
         raise ValueError(f"{rule} must have one of {', '.join(bounds)}, and at most one of minus and over")
     claim = Claim(name, **entry)
+    if not claim.plan and not all("kind" in side for side in claim.sides):
+        raise ValueError(f"{rule} has a side without a kind; give each a kind, or the claim a plan")
     for side in claim.sides:
         claim.point(side)
     return claim
@@ -127,7 +129,9 @@ def _checked(name: str, entry: Any) -> Claim:
 def _check_table(where: str, table: Any, types: Mapping[str, type], *, optional: Collection[str]) -> None:
     """Raise ValueError unless a table has all fields that are not optional, and no others, each of its type."""
     if not isinstance(table, dict) or types.keys() - optional - table.keys():
-        raise ValueError(f"{where} is {table!r:.80}, and must have {', '.join(types.keys() - optional)}")
+        raise ValueError(
+            f"{where} is {table!r:.80}, and must have {', '.join(name for name in types if name not in optional)}"
+        )
     for name, value in table.items():
         kind = types.get(name)
         if kind is None or not (type(value) is kind or (kind is float and type(value) is int)):

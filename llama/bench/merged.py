@@ -99,9 +99,12 @@ def _joined(report: Report) -> tuple[list[Row], list[str]]:
     """
     first: dict[tuple[Any, ...], list[Row]] = {}
     rows, why = [], []
+    judged = {_key(report, row) for row in report["rows"] if row.get("digest") is not None}
     for row in report["rows"]:
         if row.get("digest") is None:
-            rows.append(row)
+            left_out = "predicted_cache_bytes" in row and row.get("cache_bytes") is None
+            if not (left_out and _key(report, row) in judged):  # else another run has judged it
+                rows.append(row)
             continue
         known = first.setdefault(_key(report, row), [])
         same = next((one for one in known if one["digest"] == row["digest"] and _alike(one, row)), None)

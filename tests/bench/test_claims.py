@@ -220,6 +220,11 @@ def test_a_file_of_ones_own_has_claims_that_are_judged_like_the_published_ones(
         main(str(file))
 
 
+NO_KIND = """[mine]
+says = "a"
+source = "me"
+rule = { figure = "quality.mean_kl", of = { context = 64 }, below = 1 }
+"""
 WRONG = {
     (OWN, "[mine"): "the claims are not TOML",
     (OWN, ""): "there is no claim",
@@ -234,6 +239,7 @@ WRONG = {
     ("at_most = 0.02", "at_most = 0.02, over = { kind = 'static' }"): "at most one of minus and over",
     ('of = { kind = "int4" }', 'of = { kind = "int8" }'): "claim mine: int8 is 0 cells of the plan, and must be one",
     ('["static", "int4"]', '["static", "lru"]'): "is not a known kind of cache",
+    (OWN, NO_KIND): "the rule of claim mine has a side without a kind; give each a kind, or the claim a plan",
 }
 
 

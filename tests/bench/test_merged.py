@@ -133,6 +133,15 @@ def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -
         assert words in conflict["reading"]
 
 
+def test_a_kind_that_one_run_left_out_and_another_judged_has_one_row() -> None:
+    lacking = quality_of("int8", None)
+    (row,) = rows_of(lacking, "quality")
+    lacking["rows"] = [one for one in lacking["rows"] if one["figures"] == "cell"]
+    lacking["rows"].append({name: row[name] for name in ("figures", "cell", "context", "predicted_cache_bytes")})
+    for reports in ([lacking, quality_of("int8", "x")], [quality_of("int8", "x"), lacking], [lacking]):
+        assert len(rows_of(merged(reports), "quality")) == 1
+
+
 def test_scores_are_compared_sample_by_sample_with_the_full_cache_of_the_same_inputs() -> None:
     other = {**SETUP, "machine": "b"}
     reports = [quality_of("static", "x"), quality_of("int8", "x", other), quality_of("window:512+4", "y")]

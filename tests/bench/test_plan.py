@@ -206,7 +206,10 @@ def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell,
 
 def test_cells_are_measured_although_all_jobs_before_them_died(base: Cell, world: World, tmp_path: Path) -> None:
     world.fail = lambda kind, cell: JobDied("gone") if kind == "machine" or cell.batch_size == 1 else None
-    assert counts(table(base, tmp_path, minutes=0)) == [0, 0, 1, 1]
+    report = table(base, tmp_path, minutes=0)
+    assert counts(report) == [0, 0, 1, 1]
+    assert "the machine's ceilings: died: gone" in report["failures"]
+    assert [row["error"] for row in rows_of(report, "cell")] == ["died: gone"] * 2 + [None] * 2
 
 
 def test_a_repetition_that_the_budget_ends_is_not_listed_as_left_out(base: Cell, world: World, tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def test_a_task_that_dies_leaves_the_others_of_its_cell_and_a_model_that_cannot_
     report = sweep.measure(Point("demo", "ruler", 64, 1, "static"))
     assert cell_row(report, 0)["error"] == "died: gone", "so that the cell is measured again"
     assert [row["task"] for row in rows_of(report, "task")] == ["machine", "fwe", "cwe"]
-    wrong = ("machine", ValueError("it is malformed"))
+    wrong = ("fwe", ValueError("it is malformed"))
     report = sweep.measure(Point("demo", "ruler", 64, 1, "static"))
     assert cell_row(report, 0)["error"] == "refused: it is malformed"
 

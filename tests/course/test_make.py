@@ -150,7 +150,7 @@ def test_a_cell_that_was_not_measured_is_an_empty_row_that_the_command_names(
     monkeypatch.chdir(tmp_path)
     report = table_report()
     *_, late, dead = (row for row in report["rows"] if row["figures"] == "cell")
-    late["predicted"], dead["seconds"], dead["error"] = True, None, "died: gone"
+    late["seconds"], dead["seconds"], dead["error"] = None, None, "died: gone"
     (results := tmp_path / "results.json").write_text(json.dumps(report))
     assert runpy.run_path(str(made / "fill_report.py"))["main"]([str(results)]) == 1
     lines = (tmp_path / "report.md").read_text().splitlines()

@@ -19,11 +19,11 @@ from llama.bench.report.cells import cell_views, groups, in_table_order
 from llama.bench.report.columns import megabytes, two_digits
 from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.derived import crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
-from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_sentence
+from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_words
 from llama.bench.report.sentences import crossover_words, faster, in_seconds, kind_rows, range_faster
 from llama.bench.report.tables import on_or_off
 from llama.bench.schema import Report
-from llama.bench.statistics import Spread
+from llama.bench.statistics import Spread, median_of
 from llama.costs import MB
 from llama.host.palette import (
     ACTIVATIONS,
@@ -192,7 +192,8 @@ def draw_memory(report: Report) -> Figure | None:
     views = [view for view in in_table_order(cell_views(report)) if view.has_peak]
     if not any(view.is_measured for view in views):
         return None
-    figure, (ax,) = _figure(report, peak_sentence(report), 1.8 + 0.4 * len(views))
+    top = max(views, key=peak_bytes)
+    figure, (ax,) = _figure(report, f"Highest peak, {top.label}: {peak_words(top)}", 1.8 + 0.4 * len(views))
     ends, stacks = [0.0] * len(views), [peak_parts(view) for view in views]
     for part in (part for part in PARTS if any(part in stack for stack in stacks)):
         widths = [stack.get(part, 0) / MB for stack in stacks]
@@ -248,7 +249,7 @@ def draw_pareto(report: Report) -> Figure | None:
     if len(rows) < 3:
         return None
     other, sizes = [100 * (1 - row["top1_agreement"]) for row in rows], [row["cache_bytes"] / MB for row in rows]
-    times = [1e3 * sorted(row["step_seconds"])[len(row["step_seconds"]) // 2] for row in rows]
+    times = [1e3 * median_of(row, "step_seconds") for row in rows]
     best = [rows[place]["kind"] for place in unbeaten(sizes, other)]
     words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and agreement"
     job = f"one row of {rows[0]['context']:,} tokens; the last {rows[0]['tokens']:,} positions against no cache"

@@ -78,9 +78,10 @@ def _figure_table(report: Report, figures: str, rows: list[Row]) -> Table:
         name for name in TABLE_COLUMNS if name not in (*names, "path", "setup", "kind", "name", "kv_caching", "n")
     ]
     measured = [name for name in measured if any(row.get(name) is not None for row in shown)]
-    if figures == "cell" and all("setup" not in row and row["kind"] in FIRST for row in shown):  # one kind, on and off
+    if all("setup" not in row and row["kind"] in FIRST for row in shown):  # one kind
         measured = [name for name in measured if name not in ("of_full", "time_of_full")]
-        shown = [{**row, "kind": on_or_off(row["kind"] != "off")} for row in shown]
+        if figures == "cell":
+            shown = [{**row, "kind": on_or_off(row["kind"] != "off")} for row in shown]
 
     def place(row: Mapping[str, Any]) -> list[str]:
         values = (row.get(name) for name in names)
@@ -314,7 +315,8 @@ def _flops(count: float) -> str:
 def how_measured(report: Report) -> str:
     """Return how to measure what the budget left out."""
     flag = "minutes" if report["command"].startswith("llama-kv report") else "budget"
-    return f"the same command with --resume and --{flag} 0 measures it"
+    whose = "the command of that run" if report["preset"] == "merged" else "the same command"
+    return f"{whose} with --resume and --{flag} 0 measures it"
 
 
 def check_mark(check: Row) -> str:
