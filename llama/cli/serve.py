@@ -99,8 +99,10 @@ def main(
     def loaded() -> "tuple[Transformer, Tokenizer]":
         limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kind, "threads": count}
         model, tokenizer = load(ckpt_dir, dtype=dtype, quantize=quantize, fast=cpu, **limits)
-        if require_fast and model.runner is None:
+        if require_fast and (model.runner is None or model.execution_with(kind).runner != model.runner.name):
             why = "the plain path would run it, for the reason above, which llama-kv doctor shows, too"
+            if model.runner is not None:
+                why = f"native code has no step for --kv_cache {kind}; choose another kind"
             raise ValueError(f"--require_fast: {ckpt_dir} has no fast path here: {why}")
         return model, tokenizer
 

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from llama.tokenizer.vocabulary import Vocabulary, check_text, read_file
+from llama.tokenizer.vocabulary import SPACE_MARK, Vocabulary, check_text, read_file
 
 _END_MARKS = ("<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 
@@ -118,8 +118,8 @@ class Tokenizer:
 
     def fewest(self, s: str) -> int:
         """Return a lower bound of the number of ids of a text, by its length alone; 0 if the vocabulary has none."""
-        known = self._vocabulary
-        return 0 if known.codec.shortens else -(-len(s.encode(errors="replace")) // known.longest)
+        known, text = self._vocabulary, s.replace(SPACE_MARK, " ")  # a SentencePiece token may have both
+        return 0 if known.codec.shortens else -(-len(text.encode(errors="replace")) // known.longest)
 
     def decode(self, ids: Iterable[int], *, begins: bool = True) -> str:
         """Return the text of `ids`; special tokens give their text, broken UTF-8 gives U+FFFD.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native import needs_a_compiler, twins
 from refusals import unrefused
 from serving import Letters, Served, Slow, asgi, serving
 from tables import table
@@ -226,6 +227,14 @@ def test_with_require_fast_nothing_is_served_by_the_plain_path(monkeypatch: pyte
     monkeypatch.setattr("llama.cli.serve.load", lambda *_, **__: (Slow(), Letters()))
     with pytest.raises(ValueError, match="--require_fast: demo has no fast path here: the plain path would run it"):
         serve.main(port=0, kv_cache="static", require_fast=True)
+
+
+@needs_a_compiler
+def test_with_require_fast_a_kind_without_a_native_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = twins("fp32")[1]
+    monkeypatch.setattr("llama.cli.serve.load", lambda *_, **__: (model, Letters()))
+    with pytest.raises(ValueError, match="native code has no step for --kv_cache concat; choose another kind"):
+        serve.main(port=0, kv_cache="concat", require_fast=True)
 
 
 def test_a_server_computes_with_all_its_threads_whatever_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class Made:
     """What a text has given. stored: the positions before the last step; unequal: bytes that were not predicted."""
 
     ids: list[int]
-    logprobs: list[float] | None = None
+    logprobs: list[float | None] | None = None
     stored: list[list[int]] | None = None
     unequal: str = ""
 
@@ -253,10 +253,7 @@ def behind_a_prefix(crossing: Crossing) -> Made:
     ids, logprobs = crossing.model.generate_tokens(prompts, NEW - 1, prefix=own, **GREEDY)
     assert logprobs is not None
     after = own.generate(NEW, **GREEDY)["ids"]
-    return Made([first, *ids[0]], [nan, *logprobs[0]], unequal="" if after[0] == first else "the session has changed")
-
-
-nan = float("nan")
+    return Made([first, *ids[0]], [None, *logprobs[0]], unequal="" if after[0] == first else "the session has changed")
 
 
 @door("share_prefix", "share_prefix")
@@ -377,9 +374,9 @@ def differences(crossing: Crossing, name: str) -> str | None:
     if found.ids != wanted.ids:
         said.append(f"the ids {found.ids} instead of {wanted.ids}")
     if found.logprobs is not None and wanted.logprobs is not None:
-        pairs = zip(found.logprobs, wanted.logprobs, strict=False)
-        apart = max((abs(ours - theirs) for ours, theirs in pairs if ours == ours), default=0)
-        if apart > tolerance(crossing, name):
+        pairs = zip(found.logprobs, wanted.logprobs, strict=True)
+        apart = max(abs(ours - theirs) for ours, theirs in pairs if ours is not None and theirs is not None)
+        if not apart <= tolerance(crossing, name):
             said.append(f"log-probabilities apart by {apart:.1e}")
     if found.stored is not None and wanted.stored is not None and found.stored != wanted.stored:
         said.append("other positions are stored")
