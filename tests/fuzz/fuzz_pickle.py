@@ -1,6 +1,6 @@
 """Malicious bytes as a data.pkl, and as a whole .pth file.
 
-What is accepted must be what torch reads record by record, without a mapping. What is refused must have a message.
+An accepted file must give what torch reads record by record, without a mapping. A refusal must have a message.
 """
 
 import io

@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/support python tests/support/crossings.py
 
 prints the whole table. A kind that is registered and a door that is defined here are in it by themselves. A text is
-`NEW` tokens behind a prompt. What it gives: ids and log-probabilities, the positions that are stored before its last
+`NEW` tokens behind a prompt. Compared are its ids and log-probabilities, the positions that are stored before its last
 step, by layer and KV head, and bytes, which must be those predicted. Alone means: one prompt, in one call, of one row.
 """
 
