@@ -303,6 +303,21 @@ def test_native_code_computes_a_guess_in_one_forward_also_while_an_on_step_watch
 
 @needs_a_compiler
 @pytest.mark.usefixtures("always")
+def test_a_call_that_the_plain_path_would_run_verifies_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have other bits than the native steps. An `on_step` makes each step a call of the model."""
+    model, fed = model_of("native int8"), list[int]()
+    how: Options = {"temperature": 0.0, "on_step": lambda step: fed.extend(map(len, step.ids))}
+    plain = model.generate_tokens(PROMPTS[:1], 20, **how)
+    for plain_prompts in (False, True):
+        monkeypatch.setattr(model.runner, "plain_prompts", plain_prompts)
+        fed.clear()
+        made = model.generate_tokens(PROMPTS[:1], 20, speculate=noisy(PROMPTS[:1], plain[0]), **how)
+        assert made == plain
+        assert (max(fed[1:]) == 1) == plain_prompts
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
 def test_logits_that_are_not_finite_count_only_behind_tokens_that_are_used() -> None:
     model = twins("fp32", replace(ARGS, tied_head=False))[1]
     plain, _ = model.generate_tokens(PROMPTS[:1], 40, temperature=0.0)
