@@ -54,7 +54,6 @@ class Execution:
     runner: "plain", "exact", the name of your own operations, "native", or the kernels of a GPU's graphs. weights:
     "int8", "int4" or "stored"; None for floats. activations: 8 if the inputs of products are rounded to 8
     bits, else 16. exact: whether exact mode is on. plain_prompts: whether the runner leaves prompts to the plain path.
-    tiles: what the tiles of a CPU with AMX multiply, with other bits than elsewhere.
     """
 
     runner: str
@@ -62,12 +61,10 @@ class Execution:
     activations: int = 16
     exact: bool = False
     plain_prompts: bool = False
-    tiles: str | None = None
 
     def __str__(self) -> str:
         parts = [self.runner]
         parts += ["plain prompts"] if self.plain_prompts else []
-        parts += [self.tiles] if self.tiles is not None else []
         parts += [f"{self.weights} weights"] if self.weights is not None else []
         parts += [f"{self.activations}-bit activations"] if self.activations != 16 else []
         parts += ["exact"] if self.exact and self.runner != "exact" else []
@@ -112,10 +109,6 @@ class Runner(Protocol[Model]):
 
     def left(self, model: Model, cache: Cache | None) -> Left:
         """Return the calls with such a cache, or without one, that the plain path runs."""
-        ...
-
-    def tiles(self, model: Model) -> str | None:
-        """Return what the tiles of a CPU with AMX multiply for the model, or None."""
         ...
 
     def stepper(self, model: Model, batch: Batch, cache: Cache | None) -> Stepper | None:

@@ -181,8 +181,7 @@ class Switches(nn.Module):
             left = runner.left(self, None if kind is None else self.new_cache(kind))
         if runner is None or left == "all":
             return Execution(str(self.ops), min(kinds, default=None), bits, self.exact)
-        tiles = runner.tiles(self)
-        return Execution(runner.name, min(kinds, default=None), bits, self.exact, left == "prompts", tiles)
+        return Execution(runner.name, min(kinds, default=None), bits, self.exact, left == "prompts")
 
     def use(self, ops: Ops) -> None:
         """Set the operations of all modules."""

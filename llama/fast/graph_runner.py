@@ -82,9 +82,6 @@ class GraphRunner:
             return "all"
         return "prompts" if self.plain_prompts else "none"
 
-    def tiles(self, model: Transformer) -> None:
-        """Return None: a GPU has no tiles of a CPU."""
-
     # ---- prompts, and whole prefixes without a cache -----------------------------------------------------------------
 
     def __call__(

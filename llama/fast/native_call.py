@@ -21,7 +21,6 @@ from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
 
 SOURCE = Path(__file__).with_name("native") / "forward.cpp"
-LONG_PROMPT = 32  # tokens of a row that tiles may compute, as in `native/call.h`
 
 
 class NativeForward:
@@ -51,15 +50,8 @@ class NativeForward:
             product = f"Packed<{model.activations}, {number}>" if model.activations else f"Plain<{number}>"
             library = load_library(SOURCE, self._folder, (f"-DNUMBER={number}", f"-DPRODUCT={product}"))
             library.forward.restype, library.forward.argtypes = c_int64, (c_void_p, c_void_p, c_int64)
-            library.multiplied_by_tiles.restype = c_char_p
-            library.multiplied_by_tiles.argtypes = (c_void_p,)
             self._forwards[kind] = library
         return self._forwards[kind]
-
-    def tiles(self, model: NativeModel) -> str:
-        """Return what tiles multiply for a model, if the CPU has them."""
-        found: bytes = self.load(model).multiplied_by_tiles(byref(model))
-        return found.decode()
 
     def __call__(self, model: NativeModel, batch: NativeBatch, room: int) -> int:
         """Return the bytes that `batch.workspace` needs; compute nothing if its `room` is less."""
@@ -78,7 +70,6 @@ class NativeCall:
     or the cache.
 
     whole: the call computes the logits of all tokens.
-    invariant: a token's bits do not depend on how many tokens of its row are fed, so a prompt has those of its steps.
     cache: the memory reserved for the call; None: it uses no cache.
     logits: those of every row's last token, (rows, vocab), or of all tokens, one row after the other and without
     padding, (tokens, vocab); of the last run, until the next.
@@ -96,7 +87,6 @@ class NativeCall:
         cache: CacheRoom | None,
         *,
         whole: bool,
-        invariant: bool,
     ) -> None:
         self.described, self.cache = described, cache
         self._model = described.description
@@ -123,8 +113,6 @@ class NativeCall:
             groups=Groups() if cache is None else cache.groups,
             bases=None if cache is None or cache.bases is None else cache.bases.data_ptr(),
             pages=0 if cache is None else cache.pages,
-            kept=addressof(lengths),
-            invariant=invariant,
             logits=self.logits.data_ptr(),
             threads=torch.get_num_threads(),
         )

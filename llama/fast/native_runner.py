@@ -44,8 +44,6 @@ class NativeRunner:
     plain_prompts: whether the plain path runs prompts, see `native_trial`.
     exact: if set, native code runs these too, and a forward that it cannot run raises ValueError: the plain path gives
     other bits.
-    invariant: if set, as in exact mode, a token's bits do not depend on how many tokens of its row are fed: a prompt
-    has those of its steps. Otherwise tiles of a CPU with AMX may compute prompts of packed weights.
     watch: called before each step of a stepper with the number of tokens that each row is fed.
     """
 
@@ -56,7 +54,6 @@ class NativeRunner:
         self.instructions, self.code = self._native.instructions, self._native.code
         self.forwards, self._counting = 0, Lock()
         self.exact: bool | None = False
-        self.invariant = False
         self.plain_prompts = False
         self.watch: Callable[[Sequence[int]], None] | None = None
         self._warn = WarnOnce(logger)
@@ -64,8 +61,7 @@ class NativeRunner:
         self._caches = WeakKeyDictionary[Cache, NativeCache]()
 
     def __reduce__(self) -> tuple[Callable[..., "NativeRunner | None"], tuple[Any, ...]]:
-        settings = self.exact, self.invariant, self.plain_prompts
-        return _copied, (self._folder, *settings)  # a copied model has other weights
+        return _copied, (self._folder, self.exact, self.plain_prompts)  # a copied model has other weights
 
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
@@ -87,9 +83,9 @@ class NativeRunner:
         return NativeStepper(self, model, batch, cache)
 
     def steady(self) -> "NativeRunner":
-        """Return this runner without prompts that it leaves to the plain path, and with invariant prompts."""
+        """Return this runner without prompts that it leaves to the plain path."""
         steady = object.__new__(type(self))  # the same one otherwise: `copy` makes one for another model
-        vars(steady).update(vars(self), plain_prompts=False, invariant=True)
+        vars(steady).update(vars(self), plain_prompts=False)
         return steady
 
     def may_step(self, model: Transformer) -> bool:
@@ -114,17 +110,6 @@ class NativeRunner:
         except Unsupported:
             return "all"
         return "prompts" if self.plain_prompts or (cache is not None and cache.layers[0].observes) else "none"
-
-    def tiles(self, model: Transformer) -> str | None:
-        """Return what tiles of a CPU with AMX multiply for the model, or None. They have other bits than vectors."""
-        if "AMX" not in self.instructions:
-            return None
-        try:
-            native = self.describe(model)
-        except Unsupported:
-            return None
-        vectors = native.activations or not native.bfloat16  # in an invariant call
-        return None if vectors and (self.invariant or self.exact) else self._native.tiles(native)
 
     def state(self, model: Transformer) -> object:
         """Return a value that differs after a change of the model, except numbers written through `Tensor.data`."""
@@ -174,8 +159,7 @@ class NativeRunner:
             self._check_leaving(why)
             self._warn(why)
             return None
-        invariant = steps or self.invariant or bool(self.exact)
-        return NativeCall(described, ids, rows, cos_sin, room, whole=whole, invariant=invariant)
+        return NativeCall(described, ids, rows, cos_sin, room, whole=whole)
 
     def _described(self, model: Transformer, cache: Cache | None) -> Described[NativeModel]:
         """Return the description of a model. Raises Unsupported if native code would not compute it with this cache."""
@@ -317,7 +301,7 @@ class NativeStepper(PlainStepper):
         if self._left >= rows.width and self._can_step():
             described, cos_sin = self._call.described, self._call.cos_sin
             ids = _ids(tokens, described.description)
-            return NativeCall(described, ids, rows, cos_sin, self._room, whole=True, invariant=True)
+            return NativeCall(described, ids, rows, cos_sin, self._room, whole=True)
         self._left = 0
         return self._runner.prepare(
             self.model, tokens, rows, self._cache, whole=True, steps=True, described=self._described
@@ -365,7 +349,7 @@ def _describe(native: NativeForward, model: Transformer) -> NativeModel:
     return described
 
 
-def _copied(folder: Path, exact: bool | None, invariant: bool, plain_prompts: bool) -> NativeRunner | None:
+def _copied(folder: Path, exact: bool | None, plain_prompts: bool) -> NativeRunner | None:
     """Return a runner for a copied model; None, which is logged, without native code unless the model is exact."""
     try:
         runner = NativeRunner(folder)
@@ -374,7 +358,7 @@ def _copied(folder: Path, exact: bool | None, invariant: bool, plain_prompts: bo
             raise
         logger.warning("fast: %s; the plain path runs instead", why)
         return None
-    runner.exact, runner.invariant, runner.plain_prompts = exact, invariant, plain_prompts
+    runner.exact, runner.plain_prompts = exact, plain_prompts
     return runner
 
 

@@ -85,8 +85,6 @@ class NativeBatch(ctypes.Structure):
         ("groups", Groups),
         ("bases", c_void_p),  # or null
         ("pages", c_int64),
-        ("kept", c_void_p),
-        ("invariant", c_int64),
         ("logits", c_void_p),
         ("choice", c_void_p),  # a Choice, or null
         ("threads", c_int64),

@@ -5,7 +5,6 @@ Compiled for this machine; `test_native_builds` and `test_native_kernels` compil
 
 import itertools
 import logging
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_float
 from dataclasses import replace
@@ -39,7 +38,7 @@ from llama.batch import NonFiniteLogits
 from llama.fast import native_call
 from llama.fast.choose import make_fast
 from llama.fast.native_build import NoNativeCode
-from llama.fast.native_call import LONG_PROMPT, NativeForward
+from llama.fast.native_call import NativeForward
 from llama.fast.native_check import check_library, trial_model
 from llama.fast.native_runner import NativeRunner
 from llama.fast.native_structs import NativeBatch, NativeModel
@@ -48,7 +47,6 @@ from llama.model import Transformer
 from llama.quant.gguf_types import KINDS as KINDS_OF_FILES
 from llama.quant.layers import quantized_weights
 from llama.quant.packed import Format
-from llama.rows import Rows
 
 pytestmark = needs_a_compiler
 # AVX2 by the rules of a CPU for which GCC by default fuses the products and sums of some loops only.
@@ -88,7 +86,7 @@ def test_native_bits_depend_only_on_the_text(kind: str) -> None:
 def test_a_step_behind_a_long_text_has_the_bits_of_the_text_read_at_once(kind: str, cache: str) -> None:
     # So long that threads share its keys by whole chunks, with all heads; for one start so short that they share heads.
     _, fast = twins(kind, replace(ARGS, max_seq_len=1100))
-    fast.kv_cache, fast.runner.invariant = cache, True  # type: ignore[union-attr]
+    fast.kv_cache = cache
     tokens = some_tokens(2, 1100, vocab_size=VOCAB)
     whole = fast(tokens)
     for threads in (1, 2, 3):
@@ -100,25 +98,6 @@ def test_a_step_behind_a_long_text_has_the_bits_of_the_text_read_at_once(kind: s
                     assert torch.equal(bits(step), bits(whole[:rows, start : start + 1])), (threads, start)
         finally:
             torch.set_num_threads(1)
-
-
-def test_exact_mode_and_an_invariant_runner_request_the_bits_of_steps_for_prompts() -> None:
-    _, fast = twins("fp32")
-    tokens = some_tokens(1, LONG_PROMPT, vocab_size=VOCAB)
-
-    def requested(runner: NativeRunner) -> bool:
-        call = runner.prepare(fast, tokens, Rows.of(tokens, 0), None)
-        assert call is not None
-        return bool(call._batch.invariant)
-
-    runner, fast.kv_caching = fast.runner, False
-    assert isinstance(runner, NativeRunner)
-    assert not requested(runner)
-    runner.invariant = True
-    assert requested(runner)
-    assert requested(pickle.loads(pickle.dumps(runner)))
-    runner.invariant, runner.exact = False, True
-    assert requested(runner)
 
 
 PACKED = {kind.name: kind.format for kind in KINDS_OF_FILES.values() if kind.format is not None}

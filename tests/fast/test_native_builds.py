@@ -10,31 +10,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from native import (
-    ARGS,
-    FOLDER,
-    VOCAB,
-    compiled_with,
-    cpu_flags,
-    model_of,
-    needs_a_compiler,
-    tolerance,
-    twins,
-)
-from test_native import MIXTURES
-from tiny import bits, some_tokens
+from native import compiled_with, cpu_flags, model_of, needs_a_compiler
 
 from llama.fast import native_call
 from llama.fast.choose import make_fast
 from llama.fast.native_check import check_library
 from llama.host.files import cache_dir
-from llama.quant.layers import PackedLinear
 
 pytestmark = needs_a_compiler
 
@@ -125,69 +109,6 @@ def sanitized(*words: str, names: Sequence[str] = ("libasan.so", "libubsan.so"))
     }
     command = [sys.executable, "-W", "ignore", str(here / "sanitized_child.py"), *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.usefixtures("every_build")
-@pytest.mark.parametrize(
-    ("kind", "activations", "tiles"),
-    [
-        ("fp32", 16, "attention by AMX tiles"),
-        ("bf16", 16, "products by AMX tiles"),
-        ("int8 in bf16", 16, "prompts by AMX tiles (bf16)"),
-        ("int4", 16, "prompts by AMX tiles (int8 planes)"),
-        ("int4", 8, "prompts by AMX tiles (bf16)"),
-    ],
-)
-def test_a_cpu_with_tiles_has_the_bits_of_steps_in_exact_mode_and_names_what_tiles_multiply(
-    kind: str, activations: int, tiles: str
-) -> None:
-    """`make_fast` compares the prompts of tiles, and `test_native_kernels` their products."""
-    with compiled_with("-DEMULATE_TILES", "-O1"):
-        model = model_of(kind)
-        for module in model.modules():
-            if isinstance(module, PackedLinear):
-                module.activations = activations
-        make_fast(model, FOLDER)
-        assert model.execution.tiles == tiles
-        by_tiles = model(tokens := some_tokens(2, 40, vocab_size=VOCAB))
-        model.exact = True
-        assert model.execution.tiles == (tiles if kind == "bf16" else None)
-        assert not torch.equal(model(tokens), by_tiles), "attention by tiles has other bits"
-
-
-@pytest.mark.usefixtures("every_build")
-@pytest.mark.parametrize(
-    ("mixture", "activations"),
-    [("all", 16), ("all", 8), ("all in bf16", 16), ("Q4_K and floats", 16), ("Q8_0 and floats in bf16", 16)],
-)
-def test_tiles_multiply_the_prompts_of_every_format(mixture: str, activations: int) -> None:
-    formats, dtype = MIXTURES[mixture]
-    with compiled_with("-DEMULATE_TILES", "-O1"):
-        check_library.__wrapped__(FOLDER, dtype, formats=frozenset(formats), activations=activations)
-
-
-@pytest.mark.usefixtures("every_build")
-@pytest.mark.parametrize("kv_cache", ["static", "paged"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
-def test_attention_by_tiles_gives_a_row_the_same_bits_in_any_batch_and_any_pieces(kind: str, kv_cache: str) -> None:
-    """Pieces have at least 32 tokens. Shorter ones, steps and exact mode have other bits: those of vectors."""
-    tokens, lengths = some_tokens(3, 140, vocab_size=VOCAB), [140, 31, 64]
-    with compiled_with("-DEMULATE_TILES", "-O1"):
-        plain, fast = twins(kind, replace(ARGS, kv_cache=kv_cache))
-        rows = [fast(row[None, :length])[0] for row, length in zip(tokens, lengths, strict=True)]
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            whole = fast(tokens, lengths=lengths, logits="last")
-            pieces = [fast(tokens[:1, start:end], start, logits="last") for start, end in pairwise((0, 50, 82, 140))]
-            torch.set_num_threads(1)
-            assert torch.equal(bits(pieces[-1][0, 0]), bits(rows[0][-1]))
-            for found, row in zip(whole, rows, strict=True):
-                assert torch.equal(bits(found[0]), bits(row[-1]))
-        fast.exact = True
-        exact = [fast(row[None, :length])[0] for row, length in zip(tokens, lengths, strict=True)]
-    for one, other, row, length in zip(rows, exact, tokens, lengths, strict=True):
-        assert torch.equal(bits(one), bits(other)) == (length == 31)
-        assert torch.allclose(one, plain(row[None, :length])[0], rtol=0, atol=tolerance(kind, other))
 
 
 # The child prints "clean", and then makes a mistake, which shows that the sanitizer looks. Its first finding ends it.

@@ -27,7 +27,7 @@ from llama.sampling import Sampler, Sampling
 # Optimising takes a compiler longer than these libraries run.
 SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall", "-Wextra", "-Werror")
 THREADS_SANITIZED = ("-O0", "-fsanitize=thread")
-LENGTHS = (1, 15, 16, 17, 48, 49)  # beside the lengths of a page, of a tile and of a block of tokens
+LENGTHS = (1, 15, 16, 17, 48, 49)  # beside the lengths of a page and of a block of tokens
 SHAPES = (
     ARGS,
     replace(ARGS, dim=32, n_heads=1, n_kv_heads=1, head_dim=64, ffn_dim=32, vocab_size=1, tied_head=True),

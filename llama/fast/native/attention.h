@@ -6,10 +6,10 @@
 #pragma once
 
 #include "cache_slots.h"
-#include "tile_attention.h"
 
 namespace {
 
+constexpr Int KEYS = 64;     // keys in a chunk
 constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
 
 template <class T>
@@ -17,7 +17,6 @@ struct Attention : Call {
     const Stored<T>& stored;
     float* q;  // the queries of every token; attention overwrites them by its output
     float scale = 1.0f / std::sqrt(float(model.head_dim));  // of the scores
-    bool tiles = TILES && tiles_allowed() && !batch.invariant && !grouped();  // they may compute attention
     Int chunks;  // of keys, for the longest text; the last chunk of a run may not be full
     Int memory_bytes;
     // In the workspace:
@@ -46,11 +45,9 @@ struct Attention : Call {
         float* sums_of_keys;  // else: of LANES keys and all queries
         T* split;             // if rows select pages: the queries of a kv head by sign, and memory for their bounds
         float *bounds, *sorted;
-        LeftParts left_queries, left_weights;  // if tiles compute attention: its factors
-        RightParts right_keys, right_values;
 
         Scratch(const Attention& of, Carver& carver) {
-            const Int n = (std::max(QUERIES, of.model.heads) + TILE - 1) / TILE * TILE, d = of.model.head_dim;
+            const Int n = std::max(QUERIES, of.model.heads), d = of.model.head_dim;
             queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * of.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
@@ -59,12 +56,6 @@ struct Attention : Call {
             if (of.selects_pages) {
                 split = carver.take<T>(2 * of.rep * d), bounds = carver.take<float>(2 * of.rep * PAGES);
                 sorted = carver.take<float>(of.most_pages);
-            }
-            if (of.tiles) {
-                left_queries = {carver.take<bfloat>(PARTS<T> * n * d), n * d};
-                left_weights = {carver.take<bfloat>(PARTS<float> * n * KEYS), n * KEYS};
-                right_keys = {carver.take<char>(PARTS<T> * KEYS * d * 2), KEYS * d * 2};
-                right_values = {carver.take<char>(PARTS<T> * KEYS * d * 2), KEYS * d * 2};
             }
             if (!of.grouped()) return;
             wide = carver.take<float>(n * d), group = carver.take<float>(TOGETHER * std::max(d, of.groups.tokens));
@@ -76,9 +67,6 @@ struct Attention : Call {
     struct Chunk {
         const T *keys[KEYS / PAGE], *values[KEYS / PAGE];
         Int stride, run;
-
-        const T* key_at(Int i) const { return keys[i / run] + i % run * stride; }
-        const T* value_at(Int i) const { return values[i / run] + i % run * stride; }
     };
 
     char* memory_of(const Team& all) const { return memory + all.rank * memory_bytes; }
@@ -96,18 +84,15 @@ struct Attention : Call {
         Scratch scratch(*this, carver);
         if (selects_pages) select_pages(cache, first, count, team, scratch);
         for (Int t = first, end; t < first + count; t = end) {
-            for (end = t + 1; end < first + count && by_head(end) == by_head(t) && by_tiles(end) == by_tiles(t);) end++;
+            for (end = t + 1; end < first + count && by_head(end) == by_head(t);) end++;
             if (by_head(t)) attend_by_head(cache, t, end - t, team, scratch);
-            else if (split_keys && !by_tiles(t)) attend_split_keys(cache, t, end - t, team, scratch);
+            else if (split_keys) attend_split_keys(cache, t, end - t, team, scratch);
             else attend_by_row(cache, t, end - t, team, scratch);
         }
     }
 
     // Whether each kv head of a token reads other positions.
     bool by_head(Int t) const { return batch.kind == COMPRESSED || (selects_pages && batch.lengths[row[t]] == 1); }
-
-    // Whether tiles compute a token's attention. Only its own row decides, so that its bits do not depend on the others.
-    bool by_tiles(Int t) const { return tiles && batch.kept[row[t]] >= LONG_PROMPT; }
 
     // Threads divide the rows of a block, or the kv heads of each.
     void attend_by_row(const LayerCache& cache, Int first, Int count, const Team& team, Scratch& scratch) const {
@@ -116,7 +101,7 @@ struct Attention : Call {
             Int end = t;  // the end of the tokens of one row that read its keys together
             while (end < first + count && row[end] == row[t] && (end == t || (end - t + 1) * rep <= QUERIES)) end++;
             // All heads of a token read its keys at once.
-            const Int heads = end - t > 1 || by_tiles(t) ? rep : model.heads;
+            const Int heads = end - t > 1 ? rep : model.heads;
             for (Int head = 0; head < model.heads; head += heads)
                 if (task++ % team.size == team.rank) attend_to_all(cache, t, end - t, head, heads, scratch);
             t = end;
@@ -251,19 +236,13 @@ struct Attention : Call {
     void attend_to_all(const LayerCache& cache, Int t, Int count, Int head, Int heads, Scratch& scratch) const {
         load_queries(scratch, t, count, head, heads);
         for (Int i = 0; i < heads * count; i++) begin_sums(scratch, i);
-        if (by_tiles(t)) {
-            scratch.left_queries.write(scratch.queries, heads * count * model.head_dim);
-            configure_tiles({TILE, TILE});
-        }
         for (Int from = 0; from <= position[t + count - 1]; from += KEYS) {
-            if (by_tiles(t)) attend_chunk_by_tiles(scratch, cache, t, count, head, from, scratch.parts);
-            else attend_chunk(scratch, cache, t, count, head, heads, from, scratch.parts);
+            attend_chunk(scratch, cache, t, count, head, heads, from, scratch.parts);
             for (Int i = 0; i < heads * count; i++) {
                 if (from && from == stored.first_own(row[t])) end_groups(scratch, i);
                 if (from <= position[t + i % count]) merge(scratch, i, scratch.parts + i * part_size());
             }
         }
-        if (by_tiles(t)) release_tiles();
         for (Int i = 0; i < heads * count; i++) finish(scratch, i, t + i % count, head + i / count);
     }
 
@@ -298,27 +277,6 @@ struct Attention : Call {
                 add_sinks(scratch, row[t], at, scratch.scores + j * KEYS, to + j * size + LANES);
             for (Int key = 0; key < quantized; key += groups.tokens)
                 add_quantized(scratch, cache, row[t], from + key, at / d, group, scores + key, to + i * size + LANES);
-        }
-    }
-
-    // The same by tiles, for the queries of a kv head. The last rows of queries and of parts may be no queries.
-    void attend_chunk_by_tiles(Scratch& scratch, const LayerCache& cache, Int t, Int count, Int head, Int from,
-                               float* to) const {
-        if constexpr (TILES) {
-            const Int d = model.head_dim, n = rep * count, size = part_size();
-            const Int seen = std::min(KEYS, position[t + count - 1] + 1 - from);
-            const Chunk chunk = load_keys(cache, row[t], from, from + seen, head / rep * d);
-            scratch.right_keys.template write_keys<T>([&](Int i) { return chunk.key_at(i); }, seen, d);
-            scratch.right_values.template write_values<T>([&](Int i) { return chunk.value_at(i); }, seen, d);
-            for (Int i = 0; i < n; i += TILE)
-                multiply_parts<PARTS<T>, PARTS<T>>(scratch.left_queries, i, scratch.right_keys, KEYS, d,
-                                                   scratch.scores + i * KEYS, KEYS);
-            for (Int i = 0; i < n; i++)
-                softmax_sum(scratch.scores + i * KEYS, std::min(seen, position[t + i % count] + 1 - from), to + i * size);
-            scratch.left_weights.write(scratch.scores, n * KEYS);
-            for (Int i = 0; i < n; i += TILE)
-                multiply_parts<PARTS<float>, PARTS<T>>(scratch.left_weights, i, scratch.right_values, d, KEYS,
-                                                       to + i * size + LANES, size);
         }
     }
 

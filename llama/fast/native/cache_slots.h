@@ -156,7 +156,7 @@ struct Stored : Call {
         const T* ks = before_rope ? before_rope : own_keys;
         Int task = 0;
         for (Int r = 0; r < batch.rows; r++) {
-            const Int start = batch.starts[r], end = start + batch.kept[r];
+            const Int start = batch.starts[r], end = start + batch.lengths[r];
             for (Int group = first_own(r) / groups.tokens; group < groups.quantized(end) / groups.tokens; group++)
                 for (Int head = 0; head < model.kv_heads; head++)
                     if (task++ % all.size == all.rank) quantize(cache, ks, r, group, head, scratch);
@@ -182,7 +182,7 @@ struct Stored : Call {
     void store_bounds(const LayerCache& cache, const Team& all) const {
         Int task = 0;
         for (Int r = 0; r < batch.rows; r++) {
-            const Int start = batch.starts[r], end = start + batch.kept[r];
+            const Int start = batch.starts[r], end = start + batch.lengths[r];
             for (Int from = start / PAGE * PAGE; from < end; from += PAGE) {
                 if (task++ % all.size != all.rank) continue;
                 const Int at = page_index(r, from / PAGE);

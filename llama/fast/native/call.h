@@ -59,8 +59,6 @@ struct Batch {
     Groups groups;    // of GROUPED
     const Int* bases;  // (rows,) of COMPRESSED: the position of the first slot; else null
     Int pages;         // of QUEST: how many each kv head reads
-    const Int* kept;  // (rows,): the number of a row's tokens to store in the cache, at least one
-    Int invariant;    // 1: a token's bits do not depend on how many tokens of its row are fed; see `Call::tiled`
     float* logits;
     const Choice* choice;  // how to choose from these logits, or null
     Int threads;
@@ -81,7 +79,6 @@ struct Carver {  // allocates from the workspace, or only counts
 // Sizes of what is processed at a time, to fit into the inner CPU caches:
 constexpr Int PAGE = 16;           // positions in a block of a paged cache, and in a page of QUEST
 constexpr Int SHARED_TOKENS = 64;  // of blocks that all threads compute, each with its own rounded copy
-constexpr Int LONG_PROMPT = 32;    // tokens of a row
 
 // The sizes of a call, and the row and the position of each of its tokens.
 struct Call {
@@ -97,16 +94,12 @@ struct Call {
     Int most_pages;      // of the longest text that is fed one token, if rows select pages
     std::int32_t *row, *position;  // of every token
     Int* begin;                    // the first token of every row
-    Int least_tiled, tiled_tokens = 0;  // the tokens of tiled rows are the first ones
 
-    // `tiles`: whether tiles multiply long prompts, with other bits.
-    Call(const Model& m, const Batch& b, Carver& carver, bool tiles) : model(m), batch(b), groups(b.groups) {
+    Call(const Model& m, const Batch& b, Carver& carver) : model(m), batch(b), groups(b.groups) {
         threads = std::max<Int>(1, batch.threads);
-        least_tiled = tiles && !batch.invariant ? LONG_PROMPT : INT64_MAX;
         Int longest_step = 0;
         for (Int r = 0; r < batch.rows; r++) {
             tokens += batch.lengths[r];
-            if (tiled(r)) tiled_tokens += batch.lengths[r];
             longest = std::max(longest, batch.starts[r] + batch.lengths[r]);
             if (batch.lengths[r] == 1) longest_step = std::max(longest_step, batch.starts[r] + 1);
         }
@@ -121,16 +114,11 @@ struct Call {
     }
 
     void write_positions() const {
-        Int next[2] = {tiled_tokens, 0};
-        for (Int r = 0; r < batch.rows; r++) {
-            Int& t = next[tiled(r)];
+        for (Int r = 0, t = 0; r < batch.rows; r++) {
             begin[r] = t;
             for (Int i = 0; i < batch.lengths[r]; i++, t++) row[t] = r, position[t] = batch.starts[r] + i;
         }
     }
-
-    // Whether the row's tokens are multiplied by tiles. It depends on this row alone, and padding does not count.
-    bool tiled(Int r) const { return batch.kept[r] >= least_tiled; }
 
     bool grouped() const { return batch.kind == GROUPED; }
     Int token(Int t) const { return batch.tokens[row[t] * batch.width + position[t] - batch.starts[row[t]]]; }

@@ -3,13 +3,12 @@
 #include <vector>
 
 #include "choose.h"
-#include "tiles.h"
+#include "matrices.h"
 
 extern "C" {
 
 // The names of the instructions that it was compiled for.
 const char* instructions() {
-    if (TILES && tiles_allowed()) return "AVX-512 with AMX";
 #if defined(__AVX512BF16__)
     return "AVX-512 with VNNI and bf16";
 #elif defined(__AVX512VNNI__)

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "tiles.h"
+#include "vectors.h"
 
 namespace {
 

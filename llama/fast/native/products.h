@@ -1,73 +1,25 @@
 // Products: rows of activations, rounded for the kind of weights, times the columns of a matrix.
 //
 // Kinds with the same functions: Plain for float32 and bfloat16, Packed for the weights of packed.py. A sum has the same
-// order for any number of rows and columns. `Tiles` is the kind that multiplies long prompts, see `Call::tiled`.
+// order for any number of rows and columns.
 
 #pragma once
 
-#include "plane_products.h"
+#include "matrices.h"
 
 namespace {
-
-// Write silu(w1 x) * w3 x of columns `first` to `end` to `gate`; `up`: memory for w3 x.
-template <class Kind>
-void multiply_gated(const Kind& kind, const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first, Int end,
-                    float* gate, float* up, char* room) {
-    const Int stride = w1.columns;
-    kind.multiply(w1, x, rows, first, end, gate, stride, room);
-    kind.multiply(w3, x, rows, first, end, up, stride, room);
-    for (Int r = 0; r < rows; r++)
-        for (Int i = r * stride + first; i < r * stride + end; i += LANES)
-            store(gate + i, gated(widen(gate + i), widen(up + i)));
-}
-
-// Products whose sums are written to memory of their own first.
-struct NotDirect {
-    static bool direct() { return false; }
-    static void multiply_direct(const Matrix&, const char*, Int, Int, Int, float*, Int, char*) {}
-    static void gate_direct(const Matrix&, const Matrix&, const char*, Int, Int, Int, char*, char*) {}
-};
 
 // Weights of float32 or bfloat16, and activations rounded to the same.
 template <class T>
 struct Plain {
-    bool packed;  // some matrices are packed: tiles multiply them as bfloat16
-
-    using Tiles = Plain;
-    Tiles tiles() const { return *this; }
-    static bool long_by_tiles(Int) { return false; }
+    bool mixed;  // not read
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    Int room_for(Int rows, Int length) const {
-        return arranges() ? std::max(TILE * bytes(length), room_of_tiles(rows, length, packed)) : 0;
-    }
+    static Int room_for(Int) { return 0; }
 
     static void round(const float* x, Int length, char* to) {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
     }
-
-    // Whether products read rows as factors of tiles: TILE rows at a time, of which some may be no rows.
-    static constexpr bool MAY_ARRANGE = TILES && std::is_same_v<T, bfloat>;
-    static bool arranges() { return MAY_ARRANGE && tiles_allowed(); }
-    static void arrange(char* rows, Int size, Int length, char* room) {
-        for (int i = 0; i < TILE; i++) std::memcpy(room + i * bytes(length), rows + i * size, bytes(length));
-        Factors(rows, size, length).arrange(room, bytes(length), length);
-    }
-
-    // Whether tiles write sums where they are needed: `multiply_direct` adds them to `to`, and `gate_direct` writes the
-    // MLP's hidden numbers as the rows of the next product.
-    static bool direct() { return arranges(); }
-    static void multiply_direct(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
-                                char* room) {
-        if constexpr (MAY_ARRANGE)
-            multiply_by_tiles<true>(matrix, factors(x, matrix.length), rows, first, end, to, stride, room);
-    }
-    static void gate_direct(const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first, Int end, char* to,
-                            char* room) {
-        if constexpr (MAY_ARRANGE)
-            gate_by_tiles(w1, w3, factors(x, w1.length), rows, first, end, factors(to, w1.columns), room);
-    }
-    static Factors factors(const char* rows, Int length) { return {rows, bytes(length), length}; }
 
     static void row_of(const Matrix& matrix, Int row, float* to) {
         const T* from = (const T*)matrix.weight + row * matrix.length;
@@ -75,17 +27,13 @@ struct Plain {
     }
 
     // to[r][c] = x[r] . w[c] for columns `first` to `end`.
-    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
-                         char* room) {
-        multiply(matrix, x, bytes(matrix.length), rows, first, end, to, stride, room);
+    static void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride, char*) {
+        multiply_rows(matrix, x, bytes(matrix.length), rows, first, end, to, stride);
     }
 
     // The same for rows `size` bytes apart.
-    static void multiply(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
-                         Int stride, char* room) {
-        if constexpr (MAY_ARRANGE)
-            if (arranges())
-                return multiply_by_tiles<false>(matrix, {x, size, matrix.length}, rows, first, end, to, stride, room);
+    static void multiply_rows(const Matrix& matrix, const char* x, Int size, Int rows, Int first, Int end, float* to,
+                              Int stride) {
         for (Int c = first; c < end; c += PANEL) {  // these weights stay in the innermost cache for all rows
             const T* panel = (const T*)matrix.weight + c * matrix.length;
             all_dots((const T*)x, size / Int(sizeof(T)), rows, panel, matrix.length, std::min<Int>(PANEL, end - c),
@@ -93,53 +41,6 @@ struct Plain {
         }
     }
 };
-
-// Packed weights in planes, and plain ones of float32 if `mixed`, for which a rounded row ends with the same row.
-struct Planes : NotDirect {
-    bool mixed;
-
-    explicit Planes(bool mixed) : mixed(mixed) {}
-
-    Int bytes(Int length) const { return PlaneRow::bytes(length) + (mixed ? (length * 4 + 63) / 64 * 64 : 0); }
-    static Int room_for(Int rows, Int length) { return room_of_planes(rows, length); }
-    void round(const float* x, Int length, char* to) const {
-        PlaneRow(to, length).round(x, length);
-        if (mixed) Plain<float>::round(x, length, to + PlaneRow::bytes(length));
-    }
-    static bool arranges() { return false; }
-    static void arrange(char*, Int, Int, char*) {}
-
-    void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
-                  char* room) const {
-        const Int length = matrix.length, size = bytes(length);
-        if (!matrix.bits)
-            return Plain<float>::multiply(matrix, x + PlaneRow::bytes(length), size, rows, first, end, to, stride, room);
-        auto panels_at = [&](Int p) {
-            const Int c = first + 2 * p * PANEL;
-            return Panels{{&matrix, &matrix}, {c, c + PANEL}};
-        };
-        auto write = [&](Int p, Int r, int lane, floats x, floats y) {
-            const Int c = first + 2 * p * PANEL + lane;
-            auto some = [&](Int c, floats x) {
-                std::memcpy(to + r * stride + c, &x, std::clamp<Int>(end - c, 0, LANES) * sizeof(float));
-            };
-            some(c, x), some(c + PANEL, y);
-        };
-        const Int count = (end - first + 2 * PANEL - 1) / (2 * PANEL);
-        multiply_planes(count, panels_at, x, size, rows, length, room, write);
-    }
-};
-
-// Both products together.
-inline void multiply_gated(const Planes& kind, const Matrix& w1, const Matrix& w3, const char* x, Int rows, Int first,
-                           Int end, float* gate, float* up, char* room) {
-    if (!w1.bits || !w3.bits) return multiply_gated<Planes>(kind, w1, w3, x, rows, first, end, gate, up, room);
-    auto panels_at = [&](Int p) { return Panels{{&w1, &w3}, {first + p * PANEL, first + p * PANEL}}; };
-    auto write = [&](Int p, Int r, int lane, floats x, floats y) {
-        store(gate + r * w1.columns + first + p * PANEL + lane, gated(x, y));
-    };
-    multiply_planes((end - first) / PANEL, panels_at, x, kind.bytes(w1.length), rows, w1.length, room, write);
-}
 
 // A row of activations rounded for packed weights: integers of 16 bits with one scale for the row, or of 8 bits with a
 // scale for every GROUP.
@@ -164,24 +65,11 @@ struct RoundedRow {
 
 // Packed weights: GROUP weights of PANEL columns are contiguous, in words of one column each, in turn.
 template <int ACTIVATIONS, class T>
-struct Packed : NotDirect {
+struct Packed {
     using Row = RoundedRow<ACTIVATIONS>;
     bool mixed;  // some matrices are plain, of T: then a rounded row ends with the same row for these
 
     explicit Packed(bool mixed) : mixed(mixed) {}
-
-    // Tiles multiply the rows of long prompts in planes, or with weights and activations of bfloat16.
-    static constexpr bool IN_PLANES = ACTIVATIONS == 16 && std::is_same_v<T, float>;
-    using OfTiles = std::conditional_t<IN_PLANES, Planes, Plain<bfloat>>;
-    using Tiles = std::conditional_t<TILES, OfTiles, Packed>;
-    Tiles tiles() const {
-        if constexpr (TILES) return Tiles{!IN_PLANES || mixed};
-        else return *this;
-    }
-    bool long_by_tiles(Int longest) const {
-        const bool reads_all = IN_PLANES ? longest <= LONGEST_SUM : std::is_same_v<T, bfloat> || !mixed;
-        return TILES && reads_all && tiles_allowed();
-    }
 
     Int bytes(Int length) const { return Row::bytes(length) + (mixed ? (length * Int(sizeof(T)) + 63) / 64 * 64 : 0); }
 
@@ -214,13 +102,6 @@ struct Packed : NotDirect {
             row.sums[g] = ACTIVATIONS == 16 ? sum : sum * scale;
         }
         if (ACTIVATIONS == 16) row.factors[0] = scale;
-    }
-
-
-    // Whether the rows for plain matrices are arranged for tiles, and how.
-    bool arranges() const { return mixed && Plain<T>::arranges(); }
-    void arrange(char* rows, Int size, Int length, char* room) const {
-        Plain<T>::arrange(rows + Row::bytes(length), size, length, room);
     }
 
     // Whether products with codes of so many bits multiply in 16 bits.
@@ -367,15 +248,13 @@ struct Packed : NotDirect {
     }
 
     // The bytes of `room` that a thread needs for matrices of this length.
-    Int room_for(Int rows, Int length) const {
-        return std::max(separated_bytes(length), mixed ? Plain<T>{false}.room_for(rows, length) : 0);
-    }
+    static Int room_for(Int length) { return separated_bytes(length); }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                   char* room) const {
         if (!matrix.bits)
-            return Plain<T>::multiply(matrix, x + Row::bytes(matrix.length), bytes(matrix.length), rows, first, end, to,
-                                      stride, room);
+            return Plain<T>::multiply_rows(matrix, x + Row::bytes(matrix.length), bytes(matrix.length), rows, first, end,
+                                           to, stride);
         with_bits(matrix, [&](auto bits) { by_columns<bits>(matrix, x, rows, first, end, to, stride, room); });
     }
 

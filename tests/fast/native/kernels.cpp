@@ -2,13 +2,12 @@
 //
 //     build  LANES  INSTRUCTIONS
 //     exact  NAME  DIGEST               the same for every build
-//     sums   NAME  DIGEST  MOST  X ...  the same for builds with vectors of one size and without tiles; MOST is the largest magnitude, and
+//     sums   NAME  DIGEST  MOST  X ...  the same for builds with vectors of one size; MOST is the largest magnitude, and
 //                                       X ... are some of the numbers. Vectors of another size add in another order.
-//                                       Names that begin with "tiles" are printed only by builds with tiles.
 //     wrong  NAME                       two results of this build differ, and the program ends
 //
 // With -DKERNELS_ALONE, forwards are left out, and with -DFORWARDS_ALONE the kernels, for builds of which only some code
-// differs. With emulated tiles, forwards of float32 are left out: tiles multiply bfloat16 only.
+// differs.
 //
 // Tabs separate the parts of a line. A digest has the bits of all numbers of a result; all nan count as one number,
 // because CPUs make different ones.
@@ -217,7 +216,7 @@ void functions() {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-constexpr Int ROWS[] = {1, 2, 3, 5, 17};  // 16 are a tile
+constexpr Int ROWS[] = {1, 2, 3, 5, 17};
 constexpr Int MOST_ROWS = 33;
 constexpr char UNWRITTEN = -1;  // in every byte, it is nan for each kind of numbers
 
@@ -237,11 +236,9 @@ std::vector<float> activations(Dice& dice, Int length, bool packed) {
 template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
-    std::vector<char> rounded((rows + TILE - 1) / TILE * TILE * size, UNWRITTEN);
-    std::vector<char> room(kind.room_for(rows, matrix.length), UNWRITTEN);
+    std::vector<char> rounded(rows * size, UNWRITTEN);
+    std::vector<char> room(kind.room_for(matrix.length), UNWRITTEN);
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
-    for (Int r = 0; kind.arranges() && r < rows; r += TILE)
-        kind.arrange(rounded.data() + r * size, size, matrix.length, room.data());
     std::vector<float> to(rows * matrix.columns, NAN);
     const Team alone{0, 1, nullptr, room.data()};
     alone.share(matrix.columns, [&](Int first, Int end) {
@@ -275,17 +272,6 @@ void plain_products() {
                                  std::to_string(length);
         products(name, Plain<T>{}, matrix, sums);
     }
-}
-
-// Tiles multiply rows that do not fit into a cache in parts: 33 of these do not, and 17 of them do.
-void products_in_parts() {
-    Dice dice{12};
-    const std::vector<bfloat> weight = numbers<bfloat>(dice, 35 * 11008, 1.0f);
-    Matrix matrix{};
-    matrix.weight = weight.data(), matrix.columns = 35, matrix.length = 11008;
-    const std::vector<float> x = activations(dice, matrix.length, false);
-    const Plain<bfloat> kind{};
-    require_start(product(kind, matrix, x, 17), product(kind, matrix, x, MOST_ROWS), "products in parts");
 }
 
 // A packed matrix of random codes and scales.
@@ -333,303 +319,16 @@ void packed_products() {
     exact("packed 4" + activations + ", infinity", product(kind, packed.matrix, x, 2));
 }
 
-// ---- long prompts by tiles -----------------------------------------------------------------------------------------
-
-#if defined(AMX) || defined(EMULATE_TILES)
-
-// Rows of activations as a kind of products reads them; what is behind them is nan, or -1 in planes.
-template <class Kind>
-struct Rounded {
-    const Int size, rows;
-    std::vector<char> bytes, room;
-
-    Rounded(const Kind& kind, const float* x, Int rows, Int length)
-        : size(kind.bytes(length)), rows(rows), bytes((rows + TILE - 1) / TILE * TILE * size, char(0xff)),
-          room(kind.room_for(rows, length), char(0xff)) {
-        for (Int r = 0; r < rows; r++) kind.round(x + r * length, length, bytes.data() + r * size);
-        for (Int r = 0; kind.arranges() && r < rows; r += TILE)
-            kind.arrange(bytes.data() + r * size, size, length, room.data());
-    }
-    // The products with columns `first` to `end`, of a matrix of `end` columns and more.
-    std::vector<float> times(const Kind& kind, const Matrix& matrix, Int first, Int end) {
-        std::vector<float> to(rows * (end + 1), 7.0f);
-        kind.multiply(matrix, bytes.data(), rows, first, end, to.data(), end + 1, room.data());
-        for (Int r = 0; r < rows; r++) require(to[r * (end + 1) + end] == 7, "a product stays within its columns");
-        return to;
-    }
-};
-
-// The whole numbers of a row and of a column in planes.
-std::vector<Int> row_in_planes(const char* at, Int length) {
-    std::vector<Int> all;
-    const PlaneRow row(at, length);
-    for (Int i = 0; i < length; i++) all.push_back(256 * row.high[i] + row.low[i]);
-    return all;
-}
-
-struct ColumnInPlanes {
-    std::vector<Int> numbers;
-    float unit;
-
-    ColumnInPlanes(const Matrix& matrix, Int c) {
-        std::vector<char> planes(2 * TILE * padded(matrix.length));
-        const Panel panel(matrix, c / PANEL * PANEL, 0);
-        float units[PANEL];
-        with_bits(matrix, [&](auto bits) {
-            write_units<bits>(panel, units);
-            write_planes<bits>(panel, matrix.length, units, planes.data());
-        });
-        unit = units[c % PANEL];
-        for (Int k = 0; k < matrix.length; k++) {
-            const char* at = planes.data() + k / 64 * 2 * PLANE + k % 64 / 4 * 64 + c % PANEL * 4 + k % 4;
-            numbers.push_back(256 * Int(std::int8_t(at[0])) + Int(std::int8_t(at[PLANE])));
-        }
-    }
-};
-
-// The same product in a loop of whole numbers.
-float product_in_planes(const char* at, const ColumnInPlanes& column, Int* largest = nullptr) {
-    const Int length = Int(column.numbers.size());
-    const PlaneRow row(at, length);
-    Int high = 0, mixed = 0;
-    for (Int k = 0; k < length; k++) {
-        const Int w_high = (column.numbers[k] + 128) >> 8, w_low = column.numbers[k] - 256 * w_high;
-        high += row.high[k] * w_high, mixed += row.high[k] * w_low + row.low[k] * w_high;
-        if (largest) *largest = std::max({*largest, std::abs(high), std::abs(mixed)});
-    }
-    return std::fma(float(high), 256.0f, float(mixed)) * (column.unit * 256.0f) * row.factors[0] * row.factors[1];
-}
-
-std::vector<float> row_of(const Matrix& matrix, Int c) {
-    std::vector<float> row(matrix.length);
-    Packed<16, float>::row_of(matrix, c, row.data());
-    return row;
-}
-
-// Products of a matrix with the first rows, in any number of rows and columns, have the bits of those of all rows.
-template <class Kind>
-std::vector<float> long_products(const Kind& kind, const Matrix& matrix, const std::vector<float>& x, Int rows,
-                                 const std::string& name) {
-    const Int length = matrix.length, columns = matrix.columns;
-    const std::vector<float> all = Rounded<Kind>(kind, x.data(), rows, length).times(kind, matrix, 0, columns);
-    for (const auto& [first, count] : {std::pair<Int, Int>{0, 17}, {0, 31}, {0, 32}, {33, rows - 33}})
-        require_start(Rounded<Kind>(kind, x.data() + first * length, count, length).times(kind, matrix, 0, columns),
-                      std::vector<float>(all.begin() + first * (columns + 1), all.end()), name + ", some rows");
-    Rounded<Kind> rounded(kind, x.data(), rows, length);
-    for (Int c = 0; c < columns; c += PANEL) {
-        const Int end = std::min(columns, c + PANEL);
-        const std::vector<float> some = rounded.times(kind, matrix, c, end);
-        for (Int r = 0; r < rows; r++)
-            for (Int i = c; i < end; i++)
-                require(some[r * (end + 1) + i] == all[r * (columns + 1) + i], name + ", some columns");
-    }
-    return all;
-}
-
-// Every product is the sum of whole numbers, and near the one in float64.
-void check_planes(const Matrix& matrix, Int rows, const std::string& name) {
-    Dice dice{13};
-    const Int length = matrix.length;
-    const std::vector<float> x = numbers<float>(dice, rows * length, 2.0f);
-    const Planes kind{false};
-    const std::vector<float> all = long_products(kind, matrix, x, rows, name);
-    exact(name + ", planes", all);
-    const Rounded<Planes> rounded(kind, x.data(), rows, length);
-    for (Int c = 0; c < matrix.columns; c++) {
-        const ColumnInPlanes column(matrix, c);
-        const std::vector<float> weights = row_of(matrix, c);
-        for (Int r = 0; r < rows; r++) {
-            const float found = all[r * (matrix.columns + 1) + c];
-            require(found == product_in_planes(rounded.bytes.data() + r * rounded.size, column), name);
-            double sum = 0, xx = 0, ww = 0;
-            for (Int k = 0; k < length; k++) {
-                const double a = x[r * length + k], w = weights[k];
-                sum += a * w, xx += a * a, ww += w * w;
-            }
-            require(std::abs(sum - found) <= 0x1p-13 * std::sqrt(xx * ww), name + ", float64");
-        }
-    }
-}
-
-// Decoded weights have the bits of the same weights as a matrix of bfloat16.
-void check_decoded(const Matrix& matrix, Int rows, const std::string& name) {
-    Dice dice{14};
-    const std::vector<float> x = numbers<float>(dice, rows * matrix.length, 2.0f);
-    std::vector<bfloat> narrowed(matrix.columns * matrix.length);
-    for (Int c = 0; c < matrix.columns; c++) {
-        const std::vector<float> row = row_of(matrix, c);
-        for (Int i = 0; i < matrix.length; i += LANES)
-            narrow(widen(row.data() + i), narrowed.data() + c * matrix.length + i);
-    }
-    Matrix plain{};
-    plain.weight = narrowed.data(), plain.columns = matrix.columns, plain.length = matrix.length;
-    const Plain<bfloat> kind{true};
-    const std::vector<float> all = long_products(kind, matrix, x, rows, name);
-    require(digest_of(all) == digest_of(long_products(kind, plain, x, rows, name)), name + ", decoded");
-    exact(name + ", decoded", all);
-}
-
-void tile_products() {
-    Dice dice{15};
-    bool zeros = false;  // in turn, so that all pairs of bits, zeros and sizes are tried
-    for (const Int bits : {4, 5, 6, 8})
-        for (const auto& [columns, length] : {std::pair<Int, Int>{16, 32}, {48, 96}, {80, 160}, {35, 288}, {80, 256}}) {
-            const PackedMatrix packed(dice, columns, length, bits, zeros = !zeros, length == 256);
-            const std::string name = "tiles, " + std::to_string(bits) + (zeros ? " bits, zeros, " : " bits, ") +
-                                     std::to_string(columns) + " x " + std::to_string(length);
-            check_planes(packed.matrix, 70, name), check_decoded(packed.matrix, 70, name);
-        }
-    // In parts: of rows that stay in the cache, and of rows that do not.
-    for (const auto& [columns, length] : {std::pair<Int, Int>{48, 2208}, {35, 11008}}) {
-        const PackedMatrix packed(dice, columns, length, 4, true, false);
-        const std::string name = "tiles, in parts of " + std::to_string(length);
-        check_planes(packed.matrix, 49, name), check_decoded(packed.matrix, 49, name);
-    }
-}
-
 // In a model whose other matrices are packed, a plain matrix has the products that it has elsewhere.
-template <class T, class Mixed>
-void mixed_products(const Mixed& mixed) {
+template <class T>
+void mixed_products() {
     Dice dice{21};
     const std::vector<T> weight = numbers<T>(dice, 35 * 96, 1.0f);
     Matrix matrix{};
     matrix.weight = weight.data(), matrix.columns = 35, matrix.length = 96;
-    const std::vector<float> x = activations(dice, matrix.length, false);
-    require(product(mixed, matrix, x, MOST_ROWS) == product(Plain<T>{}, matrix, x, MOST_ROWS), "a plain matrix of many");
+    const std::vector<float> x = activations(dice, matrix.length, false), alone = product(Plain<T>{}, matrix, x, MOST_ROWS);
+    require(product(Packed<16, T>{true}, matrix, x, MOST_ROWS) == alone, "a plain matrix of many");
 }
-
-// Weights in planes are off by at most 1.5 units, for every code and all kinds of scales and zeros.
-void planes_of_weights() {
-    Dice dice{17};
-    const float sizes[] = {0, 6e-8f, 1e-3f, 1, 65504};
-    for (const Int bits : {4, 5, 6, 8})
-        for (const bool zeros : {false, true})
-            for (Int turn = 0; turn < 25; turn++) {  // a size of scales and one of zeros; the odd columns have all of them
-                PackedMatrix packed(dice, PANEL, 288, bits, zeros, false);
-                auto draw = [&](std::vector<half>& to, float size) {
-                    for (Int i = 0; i < Int(to.size()); i += LANES) {
-                        floats some;
-                        for (int lane = 0; lane < LANES; lane++)
-                            some[lane] = (lane % 2 ? sizes[dice.between(0, 4)] : size) * dice.within(1);
-                        narrow(some, to.data() + i);
-                    }
-                };
-                draw(packed.scales, sizes[turn % 5]), draw(packed.zeros, sizes[turn / 5]);
-                for (Int c = 0; c < PANEL; c++) {
-                    const ColumnInPlanes column(packed.matrix, c);
-                    const std::vector<float> weights = row_of(packed.matrix, c);
-                    for (Int k = 0; k < 288; k++) {
-                        const double off = double(column.numbers[k]) * column.unit - weights[k];
-                        require(std::abs(off) <= 1.5 * column.unit * (1 + 0x1p-7), "planes of weights");
-                    }
-                }
-            }
-}
-
-// Rows in planes: of all magnitudes, of zeros, of one number, and not finite.
-void planes_of_rows() {
-    constexpr Int LENGTH = 96, COLUMNS = 35, ROWS = 33;
-    Dice dice{18};
-    const PackedMatrix packed(dice, COLUMNS, LENGTH, 4, true, false);
-    const Planes kind{false};
-    std::vector<float> x = activations(dice, LENGTH, true);
-    for (Int i = 5 * LENGTH; i < 6 * LENGTH; i++) x[i] = -3e38f;
-    x[6 * LENGTH + 1] = INFINITY, x[7 * LENGTH + 95] = NAN;
-    Rounded<Planes> rounded(kind, x.data(), ROWS, LENGTH);
-    const std::vector<float> to = rounded.times(kind, packed.matrix, 0, COLUMNS);
-    for (Int r = 0; r < ROWS; r++) {
-        const char* at = rounded.bytes.data() + r * rounded.size;
-        const PlaneRow row(at, LENGTH);
-        for (Int c = 0; c < COLUMNS; c++) {
-            const float found = to[r * (COLUMNS + 1) + c];
-            require(r == 6 || r == 7 ? std::isnan(found) : r == 1 ? found == 0 : r == 5 || found != 0, "rows in planes");
-        }
-        double largest = 0;
-        for (Int k = 0; k < LENGTH; k++) largest = std::max(largest, std::abs(double(x[r * LENGTH + k])));
-        const std::vector<Int> whole = row_in_planes(at, LENGTH);
-        for (Int k = 0; k < LENGTH && r != 6 && r != 7; k++) {
-            const double right = largest ? x[r * LENGTH + k] / largest * 32512 : 0;
-            require(std::abs(double(whole[k]) - right) <= 0.51, "numbers in planes");
-        }
-        for (Int k = LENGTH; k < padded(LENGTH); k++) require(row.high[k] == 0 && row.low[k] == 0, "padding of planes");
-    }
-    std::vector<half> scales = packed.scales, zeros = packed.zeros;
-    scales[3].bits = zeros[4].bits = 0x7c00, scales[5].bits = zeros[6].bits = 0x7e00;  // infinity, and nan
-    Matrix matrix = packed.matrix;
-    matrix.scales = scales.data(), matrix.zeros = zeros.data();
-    const std::vector<float> lost = rounded.times(kind, matrix, 0, COLUMNS);
-    for (Int c = 0; c < COLUMNS; c++)
-        require(std::isfinite(lost[c]) == (c < 3 || c > 6), "scales and zeros that are not finite");
-}
-
-// The largest sums that there are fit into 32 bits.
-void largest_sums() {
-    constexpr Int LENGTH = LONGEST_SUM, COLUMNS = PANEL;
-    Dice dice{19};
-    PackedMatrix packed(dice, COLUMNS, LENGTH, 8, false, false);
-    for (Int i = 0; i < Int(packed.codes.size()); i++) {
-        const Int column = i / 4 % PANEL;  // the largest and the smallest codes
-        packed.codes[i] = std::uint8_t(column % 2 ? column / 2 : 255 - column / 2);
-    }
-    for (half& scale : packed.scales) scale.bits = 0x3c00;  // 1
-    std::vector<float> x(2 * LENGTH, 32384.0f);  // of high = 127 and low = -128
-    x[0] = x[LENGTH] = 32512;
-    for (Int i = LENGTH + 1; i < 2 * LENGTH; i++) x[i] = -32384 - 127;  // -127 and 1
-    const Planes kind{false};
-    Rounded<Planes> rounded(kind, x.data(), 2, LENGTH);
-    const std::vector<float> to = rounded.times(kind, packed.matrix, 0, COLUMNS);
-    Int largest = 0;
-    for (Int c = 0; c < COLUMNS; c++) {
-        const ColumnInPlanes column(packed.matrix, c);
-        for (Int r = 0; r < 2; r++)
-            require(to[r * (COLUMNS + 1) + c] ==
-                        product_in_planes(rounded.bytes.data() + r * rounded.size, column, &largest),
-                    "largest sums");
-    }
-    require(largest > Int(1) << 29 && largest < Int(1) << 31, "the sums are large");
-}
-
-// Tiles of random bits as the instructions add them: with numbers of all sizes, also denormal and not finite ones.
-void random_tiles() {
-    Dice dice{20};
-    std::vector<float> bfloats;
-    std::vector<std::int32_t> bytes;
-    for (Int turn = 0; turn < 64; turn++) {
-        const auto left = integers<std::uint8_t>(dice, PLANE, 0, 255), right = integers<std::uint8_t>(dice, PLANE, 0, 255);
-        auto narrow = left, other = right;
-        for (Int i = 1; i < PLANE && turn % 2; i += 2)  // of sizes near 1, or near the smallest
-            narrow[i] = std::uint8_t(narrow[i] % 128 / (turn % 4 == 1 ? 16 : 64) + 60),
-            other[i] = turn % 4 == 1 ? 63 : other[i] % 2;
-        std::vector<float> sum = numbers<float>(dice, TILE * TILE, turn % 4 == 3 ? 1e-38f : 1.0f);
-        auto whole = integers<std::int32_t>(dice, TILE * TILE, -(1 << 30), 1 << 30);
-        configure_tiles({TILE, TILE});
-        TILE_READ(0, sum.data(), 64);
-        TILE_READ(4, narrow.data(), 64);
-        TILE_READ_ONCE(6, other.data(), 64);
-        TILE_ADD_BFLOATS(0, 4, 6);
-        TILE_WRITE(0, sum.data(), 64);
-        TILE_READ(1, whole.data(), 64);
-        TILE_READ(5, left.data(), 64);
-        TILE_READ_ONCE(7, right.data(), 64);
-        TILE_ADD_BYTES(1, 5, 7);
-        TILE_WRITE(1, whole.data(), 64);
-        release_tiles(), write_before_reading();
-        bfloats.insert(bfloats.end(), sum.begin(), sum.end()), bytes.insert(bytes.end(), whole.begin(), whole.end());
-    }
-    exact("tiles of bfloat16", bfloats), exact("tiles of bytes", bytes);
-}
-
-void by_tiles() {
-    if (!tiles_allowed()) return;
-    mixed_products<bfloat>(Packed<16, bfloat>{true}), mixed_products<bfloat>(Packed<8, bfloat>{true});
-    mixed_products<float>(Planes{true}), random_tiles(), tile_products(), planes_of_weights(), planes_of_rows(), largest_sums();
-}
-
-#else
-
-void by_tiles() {}
-
-#endif
 
 // ---- groups of a quantised cache -----------------------------------------------------------------------------------
 
@@ -704,116 +403,6 @@ void all_groups() {
     exact("hadamard", x);
 }
 
-// ---- attention by tiles --------------------------------------------------------------------------------------------
-
-// A text of one kv head and three query heads in a cache, and its attention. Behind the last key there is nan.
-template <class T>
-struct AttendedText {
-    static constexpr Int HEADS = 3, MOST = 200, POOL = MOST / PAGE + 2;
-    const Kind kind;
-    const Int d;
-    std::vector<float> queries;  // of all positions
-    std::vector<T> keys, values;
-    std::vector<std::int32_t> table;
-    Model model{};
-
-    AttendedText(Kind kind, Int d) : kind(kind), d(d) {
-        Dice dice{std::uint64_t(13 + d)};
-        queries = numbers<float>(dice, MOST * HEADS * d, 2.0f);
-        keys = numbers<T>(dice, MOST * d, 2.0f), values = numbers<T>(dice, MOST * d, 1.0f);
-        for (Int b = 0; b < POOL; b++) table.push_back(std::int32_t((b * 5 + 2) % POOL));
-        model.heads = HEADS, model.kv_heads = 1, model.head_dim = d;
-    }
-
-    // That of `count` tokens to `end` positions, of which they are the last, in a call that keeps so many tokens.
-    std::vector<float> attended(Int count, Int end, Int kept, bool invariant) const {
-        const bool paged = kind == PAGED;
-        std::vector<T> own_keys(paged ? POOL * PAGE * d : end * d, nan()), own_values = own_keys;
-        for (Int p = 0; p < end; p++) {
-            const Int at = paged ? table[p / PAGE] * PAGE + p % PAGE : p;
-            std::copy_n(&keys[p * d], d, &own_keys[at * d]), std::copy_n(&values[p * d], d, &own_values[at * d]);
-        }
-        LayerCache cache{};
-        cache.keys = own_keys.data(), cache.values = own_values.data(), cache.table = paged ? table.data() : nullptr;
-        const Int start = end - count;
-        Batch batch{};
-        batch.rows = 1, batch.width = count, batch.starts = &start, batch.lengths = &count, batch.kept = &kept;
-        batch.kind = kind, batch.slots = paged ? POOL : end, batch.threads = 1, batch.invariant = invariant;
-        std::vector<float> q(queries.begin() + start * HEADS * d, queries.begin() + end * HEADS * d);
-        std::vector<char> workspace(1 << 21);
-        Carver carver{workspace.data() + 64 - reinterpret_cast<std::uintptr_t>(workspace.data()) % 64};
-        const Call call(model, batch, carver, false);
-        const Stored<T> stored(call, carver);
-        const Attention<T> attention(stored, q.data(), carver);
-        require(carver.used + 64 <= Int(workspace.size()), "the workspace of attention");
-        call.write_positions(), stored.write_begins();
-        attention.attend(cache, 0, count, {0, 1, nullptr, nullptr}, attention.memory);
-        return q;
-    }
-
-    // The largest difference from attention in float64, of queries in the dtype of the keys.
-    double error(const std::vector<float>& found, Int count, Int end) const {
-        double most = 0;
-        for (Int i = 0; i < count * HEADS; i++) {
-            const Int visible = end - count + i / HEADS + 1;
-            std::vector<T> query(d);
-            for (Int j = 0; j < d; j += LANES) narrow(widen(&queries[((end - count) * HEADS + i) * d + j]), &query[j]);
-            std::vector<double> weights, sum(d);
-            for (Int p = 0; p < visible; p++) {
-                double score = 0;
-                for (Int j = 0; j < d; j++) score += double(number(query[j])) * number(keys[p * d + j]);
-                weights.push_back(score / std::sqrt(double(d)));
-            }
-            const double largest = *std::max_element(weights.begin(), weights.end());
-            double total = 0;
-            for (Int p = 0; p < visible; p++) {
-                total += weights[p] = std::exp(weights[p] - largest);
-                for (Int j = 0; j < d; j++) sum[j] += weights[p] * number(values[p * d + j]);
-            }
-            for (Int j = 0; j < d; j++) {
-                const double off = std::abs(sum[j] / total - found[i * d + j]);
-                most = off <= most ? most : off;
-            }
-        }
-        return most;
-    }
-
-    static T nan() {
-        if constexpr (std::is_same_v<T, float>) return NAN;
-        else return {0x7fc0};
-    }
-    static float number(float x) { return x; }
-    static float number(bfloat x) {
-        const std::uint32_t bits = std::uint32_t(x.bits) << 16;
-        return load<float>(&bits);
-    }
-};
-
-// Attention by tiles is close to float64's and that of vectors, and has the same bits in calls of any lengths.
-template <class T>
-void attention_by_tiles(double bound) {
-    for (const Kind kind : {STATIC, PAGED}) {
-        const std::string name = std::string("attention by tiles, ") + name_of(T{}) + (kind == PAGED ? ", paged" : "");
-        for (const Int count : {1, 2, 5, 10, 11, 16, 17, 31, 32, 33, 48, 65, 70}) {
-            const Int end = count + count * 37 % 131;
-            const AttendedText<T> text(kind, 32 + count % 3 * 32);
-            const std::vector<float> found = text.attended(count, end, LONG_PROMPT, false);
-            const std::vector<float> by_vectors = text.attended(count, end, count, true);
-            require(text.error(by_vectors, count, end) <= bound, name + ", by vectors");
-            require(text.error(found, count, end) <= bound, name + ", " + std::to_string(count));
-            require(digest_of(found) != digest_of(by_vectors) || end == 1, name + ", not by tiles");
-        }
-        const AttendedText<T> text(kind, 32);
-        const std::vector<float> whole = text.attended(100, 100, 100, false);
-        for (Int cut = LONG_PROMPT; cut <= 100 - LONG_PROMPT; cut += 4) {
-            std::vector<float> parts = text.attended(cut, cut, cut, false);
-            const std::vector<float> rest = text.attended(100 - cut, 100, 100 - cut, false);
-            parts.insert(parts.end(), rest.begin(), rest.end());
-            require(digest_of(parts) == digest_of(whole), name + ", cut at " + std::to_string(cut));
-        }
-    }
-}
-
 #if !defined(KERNELS_ALONE)
 
 // ---- a model -------------------------------------------------------------------------------------------------------
@@ -877,7 +466,6 @@ struct Texts {
     std::vector<LayerCache> caches;
     std::vector<float> cos, sin;
     Groups how{};
-    bool invariant = true;
 
     explicit Texts(Kind kind, bool before_rope = false) : kind(kind) {
         Dice dice{10};
@@ -928,12 +516,11 @@ struct Texts {
             for (Int i = 0; i < lengths[r]; i++) ids[r * width + i] = tokens[r * POSITIONS + starts[r] + i];
         Batch batch{};
         batch.rows = ROWS, batch.width = width, batch.tokens = ids.data();
-        batch.starts = starts.data(), batch.lengths = batch.kept = lengths.data();
+        batch.starts = starts.data(), batch.lengths = lengths.data();
         batch.cos = cos.data(), batch.sin = sin.data(), batch.kind = kind, batch.slots = slots();
         batch.caches = kind == NONE ? nullptr : caches.data(), batch.groups = how, batch.pages = 3;
         batch.bases = kind == COMPRESSED ? bases.data() : nullptr;
         batch.logits = logits.data(), batch.threads = threads, batch.all = 0;
-        batch.invariant = invariant;
         std::vector<char> workspace(forward_of<T, Product>(model, batch, -1) + 64, UNWRITTEN);
         const auto at = reinterpret_cast<std::uintptr_t>(workspace.data());
         batch.workspace = workspace.data() + (64 - at % 64) % 64;
@@ -980,44 +567,6 @@ void forwards(Int activations, Int bits, bool mixed, bool all_caches) {
     run(", selected pages", QUEST), run(", compressed", COMPRESSED);
 }
 
-// Tiles compute the prompts of rows with at least LONG_PROMPT tokens: their bits are those of the row alone, and of any
-// division of it into such parts; the other rows have the bits of an invariant call.
-template <class T, class Product>
-void long_prompts(Int activations, Int bits, float most_off, const std::vector<Kind>& kinds = {NONE, STATIC, PAGED}) {
-    const TinyModel<T> tiny(activations, bits, false);
-    constexpr Int VOCAB = TinyModel<T>::VOCAB;
-    const std::string name = std::string("long prompts, ") + name_of(T{}) + ", activations " + std::to_string(activations);
-    auto logits = [&](Kind kind, std::vector<std::vector<Int>> calls, Int threads, bool invariant = false) {
-        Texts<T> texts(kind);
-        texts.invariant = invariant;
-        std::vector<float> all;
-        for (const std::vector<Int>& lengths : calls) {
-            texts.lengths = lengths;
-            all = texts.template fed<Product>(tiny.model, threads);
-            for (Int r = 0; r < 3; r++) texts.starts[r] += lengths[r];
-        }
-        return all;
-    };
-    auto same = [&](const std::vector<float>& x, const std::vector<float>& y, std::vector<Int> rows, const char* why) {
-        for (const Int r : rows)
-            for (Int i = r * VOCAB; i < (r + 1) * VOCAB; i++) require(x[i] == y[i], name + why);
-    };
-    for (const Kind kind : kinds) {
-        const std::vector<float> all = logits(kind, {{70, 5, 90}}, 1), exact = logits(kind, {{70, 5, 90}}, 1, true);
-        for (const Int threads : {2, 3, 20}) same(all, logits(kind, {{70, 5, 90}}, threads), {0, 1, 2}, ", threads");
-        same(all, logits(kind, {{70, 31, 1}}, 2), {0}, ", beside short rows");
-        same(logits(kind, {{33, 5, 1}}, 1), logits(kind, {{33, 3, 2}}, 20), {0}, ", few tokens");
-        same(exact, all, {1}, ", a short row");
-        if (kind != NONE) same(all, logits(kind, {{32, 1, 40}, {38, 4, 50}}, 2), {0, 1, 2}, ", in parts");
-        if (kind != NONE)
-            same(logits(kind, {{70, 5, 90}, {1, 1, 1}}, 1), logits(kind, {{70, 5, 90}, {1, 2, 9}}, 2), {0}, ", a step");
-        float most = 0, off = 0;
-        for (Int i = 0; i < Int(all.size()); i++)
-            most = std::max(most, std::abs(exact[i])), off = std::max(off, std::abs(exact[i] - all[i]));
-        require(off <= most_off * most && (off > 0 || !tiles_allowed()), name + ", near those of vectors");
-    }
-}
-
 #endif
 
 // ---- choosing ------------------------------------------------------------------------------------------------------
@@ -1058,25 +607,14 @@ int main() {
     std::printf("build\t%d\t%s\n", LANES, instructions());
 #if !defined(FORWARDS_ALONE)
     conversions<bfloat>(), conversions<half>(), conversions<short_scale>(), whole_numbers(), functions();
-    plain_products<float>(), plain_products<bfloat>(), products_in_parts();
+    plain_products<float>(), plain_products<bfloat>();
     packed_products<8>(), packed_products<16>();
-    by_tiles(), all_groups();
-    if (TILES) attention_by_tiles<float>(1e-5), attention_by_tiles<bfloat>(3e-6);
+    mixed_products<float>(), mixed_products<bfloat>(), all_groups();
 #endif
 #if !defined(KERNELS_ALONE)
-    forwards<bfloat, Plain<bfloat>>(0, 0, false, !TILES), forwards<bfloat, Packed<16, bfloat>>(16, 5, true, false);
-#if defined(AMX) || defined(EMULATE_TILES)
-#if defined(__SANITIZE_ADDRESS__)  // where a forward by emulated tiles takes seconds
-    long_prompts<float, Packed<16, float>>(16, 4, 1e-3f, {STATIC});
-#else
-    long_prompts<float, Packed<16, float>>(16, 4, 1e-3f), long_prompts<float, Packed<8, float>>(8, 4, 4e-2f);
-    long_prompts<bfloat, Packed<16, bfloat>>(16, 4, 4e-2f);
-#endif
-#endif
-#if !defined(EMULATE_TILES)
+    forwards<bfloat, Plain<bfloat>>(0, 0, false, true), forwards<bfloat, Packed<16, bfloat>>(16, 5, true, false);
     forwards<float, Plain<float>>(0, 0, false, true);
     forwards<float, Packed<8, float>>(8, 4, false, false), forwards<float, Packed<16, float>>(16, 8, false, false);
-#endif
 #endif
     choices();
 }
