@@ -12,7 +12,7 @@
 namespace {
 
 // Tokens of a block that one thread computes, and whose logits are computed at a time.
-constexpr Int BLOCK_TOKENS = 48, SCORED = 64;
+constexpr Int BLOCK_TOKENS = 128, SCORED = 64;
 
 template <class T, class Product>
 struct Forward : Call {
@@ -35,7 +35,7 @@ struct Forward : Call {
     float* scaled_row = carver.take<float>(threads * model.dim);
     Int rounded_bytes = std::max(block_rows * kind.bytes(model.longest()), scored_at_once * kind.bytes(model.dim));
     char* rounded = carver.take<char>(threads * rounded_bytes);
-    Int panels_bytes = kind.room_for(model.longest());
+    Int panels_bytes = kind.room_for();
     char* panels = carver.take<char>(threads * panels_bytes);  // see `Team`
     Largest* found = batch.choice ? carver.take<Largest>(threads * batch.rows) : nullptr;
     float* penalized_row = carver.take<float>(threads * penalized(batch.choice));

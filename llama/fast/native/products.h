@@ -15,7 +15,7 @@ struct Plain {
     bool mixed;  // not read
 
     static Int bytes(Int length) { return length * sizeof(T); }
-    static Int room_for(Int) { return 0; }
+    static Int room_for() { return 0; }
 
     static void round(const float* x, Int length, char* to) {
         for (Int i = 0; i < length; i += LANES) narrow(widen(x + i), (T*)to + i);
@@ -81,26 +81,33 @@ struct Packed {
         // Rows of tiny numbers are computed 2**64 times as large, so that the inverse fits into float32.
         const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
         row.factors[0] = 1, row.factors[1] = 1.0f / up;
-        float scale = largest * up / MOST;
-        for (Int g = 0; g < length / GROUP; g++) {
-            const float most = ACTIVATIONS == 16 ? largest * up : largest_of(x + g * GROUP, GROUP) * up;
-            if (ACTIVATIONS == 8) scale = row.scales[g] = most / MOST;
-            const float inverse = most > 0x1p-100f ? MOST / most : 0.0f;
-            float sum = 0;
-            for (Int h = 2 * g; h < 2 * g + 2; h++) {
-                floats some = {};
-                for (Int i = h * HALF; i < (h + 1) * HALF; i += LANES) {
-                    const floats whole = widen(x + i) * up * inverse + ROUND - ROUND;
-                    if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(whole, signed_bytes));
-                    if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
-                        store(row.widened + i * 2, swapped(__builtin_convertvector(whole, signed_shorts)));
-                    some += whole;
-                }
-                const float count = sum_of(some);
-                row.counts[h] = std::isfinite(count) ? count : 0, sum += count;  // else the scale is not finite
+        float scale = largest * up / MOST, inverse = 0;
+        const Int halves = length / HALF;
+        floats sums[LANES] = {};  // of as many halves as a vector has lanes
+        for (Int h = 0; h < halves; h++) {
+            if (h % 2 == 0) {
+                const float most = (ACTIVATIONS == 16 ? largest : largest_of(x + h * HALF, GROUP)) * up;
+                if (ACTIVATIONS == 8) scale = row.scales[h / 2] = most / MOST;
+                inverse = most > 0x1p-100f ? MOST / most : 0.0f;
             }
-            row.sums[g] = ACTIVATIONS == 16 ? sum : sum * scale;
+            floats sum = {};
+            for (Int i = h * HALF; i < (h + 1) * HALF; i += LANES) {
+                const floats whole = widen(x + i) * up * inverse + ROUND - ROUND;
+                const ints number = __builtin_convertvector(whole, ints);  // GCC 12 converts floats to bytes one by one
+                if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(number, signed_bytes));
+                if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
+                    store(row.widened + i * 2, swapped(__builtin_convertvector(number, signed_shorts)));
+                sum += whole;
+            }
+            sums[h % LANES] = sum;
+            if (h % LANES == LANES - 1 || h == halves - 1) {
+                const floats found = sums_of(sums), counts = found - found == 0 ? found : floats{};  // else the scale is nan
+                const ints whole = __builtin_convertvector(counts, ints);
+                std::memcpy(row.counts + h / LANES * LANES, &whole, (h % LANES + 1) * sizeof(float));
+            }
         }
+        for (Int g = 0; g < length / GROUP; g++)
+            row.sums[g] = float(row.counts[2 * g] + row.counts[2 * g + 1]) * (ACTIVATIONS == 16 ? 1 : row.scales[g]);
         if (ACTIVATIONS == 16) row.factors[0] = scale;
     }
 
@@ -115,26 +122,9 @@ struct Packed {
         return part ? upper_bytes(four) : ints(four & 0x00ff00ffu);
     }
 
-    // Write the parts of all codes of `panels` panels from column `c` on to `to`, in the order in which they are read.
-    template <int BITS>
-    static void separate(const Matrix& matrix, Int c, Int panels, char* to) {
-        constexpr int EACH = PANEL / LANES;
-        const Int vectors = panels * EACH;
-        for (Int v = 0; v < vectors; v++) {
-            const char* from = Place(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS).codes;
-            char* out = to + v * VECTOR;
-            for (Int g = 0; g < matrix.length / GROUP; g++, from += PANEL * BITS * 4)
-                UNROLL for (int h = 0; h < 2; h++)
-                    UNROLL for (int w = 0; w < 4; w++)
-                        for (int part = 0; part < parts(BITS); part++, out += vectors * VECTOR)
-                            store(out, part_of<BITS>(four_codes<BITS>(from, h, w), part));
-        }
-    }
-
-    // ROWS rows times PANELS panels of columns from `c` on, whose codes `separate` wrote, if SEPARATED.
-    template <int BITS, int ROWS, int PANELS, bool SEPARATED = false>
-    static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride,
-                     const char* separated = nullptr) {
+    // ROWS rows times PANELS panels of columns from `c` on.
+    template <int BITS, int ROWS, int PANELS>
+    static void some(const Matrix& matrix, const char* x, Int size, Int c, float* to, Int stride) {
         constexpr int EACH = PANEL / LANES, VECTORS = PANELS * EACH;
         constexpr bool IN_16_BITS = in_16_bits(BITS);
         constexpr int PARTS = parts(BITS), SPANS = spans(BITS);
@@ -157,7 +147,7 @@ struct Packed {
                 UNROLL for (int i = 0; i < FOURS; i++) {
                     const int number = s * FOURS + i, h = number / 4, w = number % 4;
                     words four[VECTORS];
-                    if constexpr (!SEPARATED) UNROLL for (int v = 0; v < VECTORS; v++) {
+                    UNROLL for (int v = 0; v < VECTORS; v++) {
                         const char* group = at[v].codes + g * PANEL * BITS * 4;
                         four[v] = four_codes<BITS>(group, h, w);
                         // The CPU's own prefetching ends with a page; many rows have time to prefetch the next panels.
@@ -166,9 +156,7 @@ struct Packed {
                     }
                     UNROLL for (int part = 0; part < PARTS; part++) {
                         ints codes[VECTORS];
-                        UNROLL for (int v = 0; v < VECTORS; v++)
-                            codes[v] = held(SEPARATED ? load<ints>(separated + v * VECTOR) : part_of<BITS>(four[v], part));
-                        if (SEPARATED) separated += VECTORS * VECTOR;
+                        UNROLL for (int v = 0; v < VECTORS; v++) codes[v] = held(part_of<BITS>(four[v], part));
                         UNROLL for (int r = 0; r < ROWS; r++) {
                             const Row row(x + r * size, length);
                             const Int place = g * GROUP + 4 * number;
@@ -218,37 +206,151 @@ struct Packed {
         }
     }
 
+    // ---- many rows: some columns are read once, a part of their numbers at a time, as the products then read them ------
+
     static constexpr int MOST = VECTOR == 64 ? 3 : 1;  // panels at a time, by the number of registers
-    // Codes are separated once for at least so many rows, if they fit into so many bytes: a part of a core's L2 cache.
-    static constexpr Int SHARED_BY = 32, MOST_SEPARATED = 384 << 10;
-    static constexpr Int separated_bytes(Int length) { return MOST * PANEL * length * 2; }
+    static constexpr int WIDE = MOST * PANEL / LANES;  // vectors of their columns
+    static constexpr Int SHARED_BY = 32, STRIP_BYTES = 36 << 10;  // so many rows at least; of codes, in the innermost cache
+    static constexpr Int groups_of_strip(int bits) { return STRIP_BYTES / (WIDE * VECTOR) * 4 / GROUP / parts(bits); }
+
+    // Some groups of a strip's columns: the parts of their codes, and their scales and zeros as float32.
+    struct Strip {
+        char* codes;
+        float *scales, *zeros;
+        explicit Strip(char* room) : codes(room), scales((float*)(room + STRIP_BYTES)), zeros(scales + SHARES) {}
+        static constexpr Int SHARES = STRIP_BYTES / HALF, BYTES = STRIP_BYTES + 2 * SHARES * Int(sizeof(float));
+
+        template <int BITS>
+        void read(const Matrix& matrix, Int c, Int begin, Int end) const {
+            constexpr int EACH = PANEL / LANES, SPANS = spans(BITS);
+            for (int v = 0; v < WIDE; v++) {
+                const Place at(matrix, c / PANEL + v / EACH, v % EACH * LANES, BITS);
+                const char* from = at.codes + begin * PANEL * BITS * 4;
+                char* to = codes + v * VECTOR;
+                Int share = v * LANES;
+                for (Int g = begin; g < end; g++, from += PANEL * BITS * 4) {
+                    UNROLL for (int i = 0; i < GROUP / 4; i++)
+                        for (int part = 0; part < parts(BITS); part++, to += WIDE * VECTOR)
+                            store(to, part_of<BITS>(four_codes<BITS>(from, i / 4, i % 4), part));
+                    UNROLL for (int s = 0; s < SPANS; s++, share += WIDE * LANES) {
+                        store(scales + share, at.scales.at(g * SPANS + s, g));
+                        if (matrix.zeros) store(zeros + share, at.zeros.at(g * SPANS + s, g));
+                    }
+                }
+            }
+        }
+    };
+
+    // Add the products of TOGETHER rows with the groups `begin` to `end` of a strip to `to`, in the order of `some`.
+    template <int BITS, bool ZEROS>
+    static void add_strip(const Matrix& matrix, const Strip& strip, Int begin, Int end, const char* x, Int size, float* to,
+                          Int stride) {
+        constexpr bool IN_16_BITS = in_16_bits(BITS);
+        constexpr int SPANS = spans(BITS), WORDS = GROUP / 4 * parts(BITS) / SPANS, RUN = fours_at_a_time(BITS);
+        const Row row(x, matrix.length);
+        const Int next = size / Int(sizeof(float));  // from a row's shares to the next row's
+        const char *codes = strip.codes, *numbers = IN_16_BITS ? row.widened + begin * GROUP * 2 : row.numbers + begin * GROUP;
+        const float *scales = strip.scales, *zeros = strip.zeros;
+        const ints below = ints{} - std::int32_t(matrix.offset);
+        floats sums[TOGETHER][WIDE] = {};
+        if (begin) UNROLL for (int r = 0; r < TOGETHER; r++)
+            UNROLL for (int v = 0; v < WIDE; v++) sums[r][v] = widen(to + r * stride + v * LANES);
+        for (Int g = begin; g < end; g++)
+            UNROLL for (int s = 0; s < SPANS; s++, scales += WIDE * LANES, zeros += WIDE * LANES) {
+                ints partial[TOGETHER][WIDE] = {}, narrow[TOGETHER][WIDE] = {};
+                if (!ZEROS) UNROLL for (int r = 0; r < TOGETHER; r++) {
+                    const char* counts = (const char*)(row.counts + r * next + 2 * g);
+                    const ints count = SPANS == 2 ? every_at(counts + 4 * s) : every_at(counts) + every_at(counts + 4);
+                    UNROLL for (int v = 0; v < WIDE; v++) partial[r][v] = held(count * below);
+                }
+                UNROLL for (int i = 0; i < WORDS; i++, codes += WIDE * VECTOR) {
+                    ints some[WIDE];
+                    UNROLL for (int v = 0; v < WIDE; v++) some[v] = held(load<ints>(codes + v * VECTOR));
+                    UNROLL for (int r = 0; r < TOGETHER; r++) {
+                        const ints activations = held(every_at(numbers + r * size + 4 * i));
+                        UNROLL for (int v = 0; v < WIDE; v++) {
+                            if constexpr (IN_16_BITS) {
+                                partial[r][v] = held(multiply_add(partial[r][v], activations, some[v]));
+                            } else if constexpr (RUN == 0) {
+                                partial[r][v] = held(add_fours<BITS>(partial[r][v], activations, words(some[v])));
+                            } else {
+                                narrow[r][v] = held(add_fours<BITS>(narrow[r][v], activations, words(some[v])));
+                                if ((i + 1) % RUN == 0) partial[r][v] += pairs_added(narrow[r][v]), narrow[r][v] = ints{};
+                            }
+                        }
+                    }
+                }
+                numbers += WORDS * 4;
+                floats scale[WIDE], zero[WIDE] = {};
+                UNROLL for (int v = 0; v < WIDE; v++) scale[v] = held(widen(scales + v * LANES));
+                if (ZEROS) UNROLL for (int v = 0; v < WIDE; v++) zero[v] = held(widen(zeros + v * LANES));
+                UNROLL for (int r = 0; r < TOGETHER; r++) {
+                    const float row_scale = ACTIVATIONS == 8 ? row.scales[r * next + g] : 1;
+                    UNROLL for (int v = 0; v < WIDE; v++) {
+                        const floats product = __builtin_convertvector(partial[r][v], floats);
+                        if (ZEROS) sums[r][v] = multiply_add(sums[r][v], zero[v], row.sums[r * next + g]);
+                        sums[r][v] = multiply_add(sums[r][v], scale[v], ACTIVATIONS == 8 ? product * row_scale : product);
+                    }
+                }
+            }
+        const bool whole = end * GROUP == matrix.length;
+        UNROLL for (int r = 0; r < TOGETHER; r++) {
+            const float* factors = Row(x + r * size, matrix.length).factors;
+            UNROLL for (int v = 0; v < WIDE; v++)
+                store(to + r * stride + v * LANES, whole ? sums[r][v] * factors[0] * factors[1] : sums[r][v]);
+        }
+    }
+
+    // Multiply a multiple of TOGETHER rows with the strip of columns from `c` on. `more`: the next strip follows.
+    template <int BITS>
+    static void multiply_strip(const Matrix& matrix, Int c, const char* x, Int size, Int rows, float* to, Int stride,
+                               char* room, bool more) {
+        const Int groups = matrix.length / GROUP, most = groups_of_strip(BITS), strips = (groups + most - 1) / most;
+        const Int step = (groups + strips - 1) / strips, tiles = strips * (rows / TOGETHER);
+        const Place next(matrix, c / PANEL + MOST, 0, BITS);
+        const Int shares = MOST * PANEL * groups * spans(BITS);
+        Int tile = 0;
+        auto fetch = [&](const void* from, Int bytes) {  // this tile's share: a burst would wait for memory
+            for (Int at = bytes * tile / tiles / 64 * 64; at < bytes * (tile + 1) / tiles; at += 64)
+                __builtin_prefetch((const char*)from + at, 0, 2);
+        };
+        const Strip strip(room);
+        const auto add = matrix.zeros ? add_strip<BITS, true> : add_strip<BITS, false>;
+        for (Int begin = 0; begin < groups; begin += step) {
+            const Int end = std::min(groups, begin + step);
+            strip.template read<BITS>(matrix, c, begin, end);
+            for (Int r = 0; r < rows; r += TOGETHER, tile++) {
+                if (more) {
+                    fetch(next.codes, MOST * PANEL * groups * BITS * 4);
+                    fetch(next.scales.each, shares * (next.scales.units ? 1 : 2));
+                    if (matrix.zeros) fetch(next.zeros.each, shares * (next.zeros.units ? 1 : 2));
+                }
+                add(matrix, strip, begin, end, x + r * size, size, to + r * stride + c, stride);
+            }
+        }
+    }
 
     template <int BITS>
     void by_columns(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                     char* room) const {
-        const Int size = bytes(matrix.length);
+        const Int size = bytes(matrix.length), in_strips = rows >= SHARED_BY ? rows / TOGETHER * TOGETHER : 0;
         for (Int c = first; c < end;) {
             const bool many = rows > 1 && c + MOST * PANEL <= end;  // one row reads from few addresses at a time
-            const Int panels = many ? MOST : 1;
-            constexpr bool DIFFER = BITS < 8 || parts(BITS) > 1;  // from the codes as they are stored
-            const bool fit = separated_bytes(matrix.length) <= MOST_SEPARATED;
-            const bool apart = DIFFER && many && fit && rows >= SHARED_BY;
-            if (apart) separate<BITS>(matrix, c, panels, room);
-            by_rows<TOGETHER + 1>(rows, [&](auto n, Int r) {  // five rows take less time than four and one
+            const Int done = many ? in_strips : 0;
+            if (done) multiply_strip<BITS>(matrix, c, x, size, done, to, stride, room, c + 2 * MOST * PANEL <= end);
+            by_rows<TOGETHER + 1>(rows - done, [&](auto n, Int r) {  // five rows take less time than four and one
                 constexpr int ROWS = decltype(n)::value;
-                const char* from = x + r * size;
-                float* out = to + r * stride;
-                if constexpr (DIFFER && ROWS == TOGETHER)
-                    if (apart) return some<BITS, ROWS, MOST, true>(matrix, from, size, c, out, stride, room);
+                const char* from = x + (done + r) * size;
+                float* out = to + (done + r) * stride;
                 many ? some<BITS, ROWS, MOST>(matrix, from, size, c, out, stride)
                      : some<BITS, ROWS, 1>(matrix, from, size, c, out, stride);
             });
-            c += panels * PANEL;
+            c += (many ? MOST : 1) * PANEL;
         }
     }
 
-    // The bytes of `room` that a thread needs for matrices of this length.
-    static Int room_for(Int length) { return separated_bytes(length); }
+    // The bytes of `room` that a thread needs.
+    static Int room_for() { return Strip::BYTES; }
 
     void multiply(const Matrix& matrix, const char* x, Int rows, Int first, Int end, float* to, Int stride,
                   char* room) const {

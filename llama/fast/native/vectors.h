@@ -210,9 +210,13 @@ INLINE float sum_of(floats x) {
 }
 
 // The larger of each two; y if x is nan.
-INLINE floats larger(floats x, floats y) { return x > y ? x : y; }
+template <class V>
+INLINE V larger(V x, V y) {
+    return x > y ? x : y;
+}
 
-INLINE float largest_of(floats x) {
+template <class V>
+INLINE auto largest_of(V x) {
 #if VECTOR == 64
     x = larger(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
@@ -222,15 +226,13 @@ INLINE float largest_of(floats x) {
     return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
 }
 
-// The largest magnitude, or nan if a number is not finite, which integers cannot represent.
+// The largest magnitude, or nan if a number is not finite, which integers cannot represent. Magnitudes have the order
+// of their bits.
 inline float largest_of(const float* x, Int count) {
-    floats most = {}, lost = {};
-    for (Int i = 0; i < count; i += LANES) {
-        const floats number = widen(x + i);
-        most = larger(number < 0 ? -number : number, most);
-        lost += number * 0.0f;
-    }
-    return largest_of(most) + sum_of(lost);
+    ints most = {};
+    for (Int i = 0; i < count; i += LANES) most = larger(load<ints>(x + i) & 0x7fffffff, most);
+    const std::int32_t bits = largest_of(most);
+    return bits < 0x7f800000 ? load<float>(&bits) : NAN;
 }
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer

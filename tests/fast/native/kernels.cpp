@@ -237,7 +237,7 @@ template <class Product>
 std::vector<float> product(const Product& kind, const Matrix& matrix, const std::vector<float>& x, Int rows) {
     const Int size = kind.bytes(matrix.length);
     std::vector<char> rounded(rows * size, UNWRITTEN);
-    std::vector<char> room(kind.room_for(matrix.length), UNWRITTEN);
+    std::vector<char> room(kind.room_for(), UNWRITTEN);
     for (Int r = 0; r < rows; r++) kind.round(x.data() + r * matrix.length, matrix.length, rounded.data() + r * size);
     std::vector<float> to(rows * matrix.columns, NAN);
     const Team alone{0, 1, nullptr, room.data()};
