@@ -77,33 +77,53 @@ struct Forward : Call {
             const LayerCache& cache = batch.caches ? batch.caches[l] : NO_CACHE;
             each_block([&](Int first, Int count, Int slot) {
                 normed(h + first * model.dim, count, team, (const T*)layer.attention_norm, scaled, own);
-                product(layer.wq, own, count, team, q + first * queries);
+                each_read(l, first, count, [&](Int t, Int n) {
+                    product(layer.wq, own + (t - first) * kind.bytes(model.dim), n, team, q + t * queries);
+                });
                 product(layer.wk, own, count, team, k + slot * kv);
                 product(layer.wv, own, count, team, v + slot * kv);
                 team.wait();
-                for (Int t = team.rank; t < count; t += team.size)
+                for (Int t = team.rank; t < count; t += team.size) {
+                    if (is_read(l, first + t)) complete_queries(layer, first + t);
                     store_token(layer, cache, first + t, k + (slot + t) * kv, v + (slot + t) * kv);
+                }
             });
             if (grouped()) stored.load_window(cache, all);
             all.wait();
             if (grouped()) stored.store_groups(cache, all, (float*)memory);
             if (batch.kind == QUEST) stored.store_bounds(cache, all);
             each_block([&](Int first, Int count, Int slot) {
-                attention.attend(cache, first, count, team, memory);
-                team.wait();
-                rows_rounded(q + first * queries, count, team, queries, own);
-                added(layer.wo, own, count, team, h + first * model.dim, gate + slot * widest);
-                team.wait();
-                normed(h + first * model.dim, count, team, (const T*)layer.ffn_norm, scaled, own);
-                hidden_rows(layer, own, count, team, gate + slot * widest, up + slot * widest);
-                added(layer.w2, own, count, team, h + first * model.dim, up + slot * widest);
-                team.wait();
+                each_read(l, first, count, [&](Int t, Int n) {
+                    attention.attend(cache, t, n, team, memory);
+                    team.wait();
+                    rows_rounded(q + t * queries, n, team, queries, own);
+                    added(layer.wo, own, n, team, h + t * model.dim, gate + slot * widest);
+                    team.wait();
+                    normed(h + t * model.dim, n, team, (const T*)layer.ffn_norm, scaled, own);
+                    hidden_rows(layer, own, n, team, gate + slot * widest, up + slot * widest);
+                    added(layer.w2, own, n, team, h + t * model.dim, up + slot * widest);
+                    team.wait();
+                });
             });
             if (stored.copies()) all.wait();  // before the next layer's keys overwrite these
         }
         all.wait();
         head(all, scaled, own);
         if (batch.choice) choose(*batch.choice, all, found, penalized_row);
+    }
+
+    // Whether the next layer or the head reads layer l's result of a token: the head those whose logits are computed.
+    bool is_read(Int l, Int t) const {
+        return batch.all || l + 1 < model.layer_count || t + 1 == begin[row[t]] + batch.lengths[row[t]];
+    }
+
+    // Call act(first, count) for the runs of such tokens.
+    template <class Act>
+    void each_read(Int l, Int first, Int count, Act act) const {
+        for (Int t = first, end; t < first + count; t = end + 1) {
+            for (end = t; end < first + count && is_read(l, end);) end++;
+            if (t < end) act(t, end - t);
+        }
     }
 
     // ---- rows, rounded for products ----------------------------------------------------------------------------------
@@ -141,12 +161,16 @@ struct Forward : Call {
 
     // ---- the parts of a layer ----------------------------------------------------------------------------------------
 
-    // Complete a token's queries, keys and values, rotate them by its position, and store its keys and values.
-    void store_token(const Layer& layer, const LayerCache& cache, Int t, float* k, float* v) const {
+    // Complete a token's queries, and rotate them by its position.
+    void complete_queries(const Layer& layer, Int t) const {
         complete(q + t * queries, model.heads, layer.q_bias, layer.q_norm);
+        stored.rotate(q + t * queries, model.heads, position[t]);
+    }
+
+    // Complete a token's keys and values, and store them.
+    void store_token(const Layer& layer, const LayerCache& cache, Int t, float* k, float* v) const {
         complete(k, model.kv_heads, layer.k_bias, layer.k_norm);
         complete(v, model.kv_heads, layer.v_bias, nullptr);
-        stored.rotate(q + t * queries, model.heads, position[t]);
         stored.store_token(cache, t, k, v);
     }
 
