@@ -10,7 +10,8 @@
 namespace {
 
 constexpr Int KEYS = 64;     // keys in a chunk
-constexpr Int QUERIES = 48;  // queries of one kv head, but at least those of one token
+constexpr Int QUERIES = 48;         // queries of one kv head, but at least those of one token
+constexpr Int SCORED_IN_LANES = 8;  // so many have time to transpose a chunk of keys
 
 template <class T>
 struct Attention : Call {
@@ -38,7 +39,7 @@ struct Attention : Call {
 
     // The memory of a thread, for at most so many queries.
     struct Scratch {
-        T* queries;
+        T *queries, *turned;  // turned: a chunk of keys, see `score_in_lanes`
         float *scores, *parts, *sums, *most, *total;
         float *wide, *group, *keys;  // with groups in the cache: the queries in float32, and memory to read a group
         std::uint8_t* codes;
@@ -48,7 +49,7 @@ struct Attention : Call {
 
         Scratch(const Attention& of, Carver& carver) {
             const Int n = std::max(QUERIES, of.model.heads), d = of.model.head_dim;
-            queries = carver.take<T>(n * d), scores = carver.take<float>(n * KEYS);
+            queries = carver.take<T>(n * d), turned = carver.take<T>(KEYS * d), scores = carver.take<float>(n * KEYS);
             parts = carver.take<float>(n * of.part_size()), sums = carver.take<float>(n * d);
             most = carver.take<float>(n), total = carver.take<float>(n);
             wide = group = keys = sums_of_keys = bounds = sorted = nullptr, codes = nullptr, split = nullptr;
@@ -67,6 +68,8 @@ struct Attention : Call {
     struct Chunk {
         const T *keys[KEYS / PAGE], *values[KEYS / PAGE];
         Int stride, run;
+
+        const T* key_at(Int i) const { return keys[i / run] + i % run * stride; }
     };
 
     char* memory_of(const Team& all) const { return memory + all.rank * memory_bytes; }
@@ -264,7 +267,9 @@ struct Attention : Call {
             if (sinks_here)
                 all_dots(scratch.queries + i * d, d, group, stored.own_keys + stored.sink_index(row[t], 0) + at, kv,
                          sinks_here, d, scores, KEYS);
-            for (Int key = quantized; key < seen && !at_once; key += chunk.run)
+            if (group >= SCORED_IN_LANES)
+                score_in_lanes(scratch, chunk, seen - quantized, i, group, scores + quantized);
+            else for (Int key = quantized; key < seen && !at_once; key += chunk.run)
                 all_dots(scratch.queries + i * d, d, group, chunk.keys[(key - quantized) / chunk.run], chunk.stride,
                          std::min(chunk.run, seen - key), d, scores + key, KEYS);
             for (Int j = i; j < i + group; j++)
@@ -366,6 +371,51 @@ struct Attention : Call {
         UNROLL for (int r = 0; r < ROWS; r++) store(to + r * LANES * LANES, sums[r]);
     }
 
+    // The scores of queries i to i + count - 1 of one kv head with `seen` keys, of which a vector has one in each lane: so no
+    // lanes of a vector are added. The order of each sum is that of `dots`.
+    void score_in_lanes(Scratch& scratch, const Chunk& chunk, Int seen, Int i, Int count, float* to) const {
+        const Int d = model.head_dim, numbers = 4 / Int(sizeof(T)), width = d / numbers;  // numbers in a lane; lanes of a key
+        float* turned = (float*)scratch.turned;  // (width, KEYS)
+        for (Int key = 0; key < seen; key += LANES)
+            for (Int at = 0; at < width; at += LANES) {
+                floats some[LANES];
+                UNROLL for (int lane = 0; lane < LANES; lane++)
+                    some[lane] = key + lane < seen ? load<floats>(chunk.key_at(key + lane) + at * numbers) : floats{};
+                transpose(some);
+                UNROLL for (int lane = 0; lane < LANES; lane++) store(turned + (at + lane) * KEYS + key, some[lane]);
+            }
+        by_rows(count, [&](auto rows, Int r) {
+            constexpr int ROWS = decltype(rows)::value, WIDE = 2;
+            for (Int key = 0; key < seen; key += WIDE * LANES) {
+                floats sums[ROWS][WIDE];
+                add_lanes<1>(scratch.queries + (i + r) * d, turned + key, 0, sums);
+                for (int q = 0; q < ROWS; q++)
+                    std::memcpy(to + (r + q) * KEYS + key, sums[q], std::min<Int>(WIDE * LANES, seen - key) * sizeof(float));
+            }
+        });
+    }
+
+    // sums = the sums of every STEP-th lane of a query times a key, from `lane` on, as `sums_of` adds lanes.
+    template <int STEP, int ROWS, int WIDE>
+    INLINE void add_lanes(const T* queries, const float* keys, Int lane, floats (&sums)[ROWS][WIDE]) const {
+        if constexpr (STEP == LANES) {
+            UNROLL for (int q = 0; q < ROWS; q++) UNROLL for (int v = 0; v < WIDE; v++) sums[q][v] = floats{};
+            for (Int at = lane; at < model.head_dim * Int(sizeof(T)) / 4; at += LANES) {
+                decltype(take(queries)) some[WIDE];
+                UNROLL for (int v = 0; v < WIDE; v++) some[v] = held(take((const T*)(keys + at * KEYS + v * LANES)));
+                UNROLL for (int q = 0; q < ROWS; q++) {
+                    const auto one = (decltype(take(queries)))every_at((const char*)(queries + q * model.head_dim) + at * 4);
+                    UNROLL for (int v = 0; v < WIDE; v++) sums[q][v] = multiply_add(sums[q][v], one, some[v]);
+                }
+            }
+        } else {
+            floats others[ROWS][WIDE];
+            add_lanes<2 * STEP>(queries, keys, lane, sums);
+            add_lanes<2 * STEP>(queries, keys, lane + STEP, others);
+            UNROLL for (int q = 0; q < ROWS; q++) UNROLL for (int v = 0; v < WIDE; v++) sums[q][v] += others[q][v];
+        }
+    }
+
     // The scores of the group of keys at `p`, for so many queries of a kv head.
     void score_quantized(Scratch& scratch, const LayerCache& cache, Int row, Int p, Int head, Int count,
                          const float* wide, float* to) const {
@@ -387,15 +437,13 @@ struct Attention : Call {
     // Convert a query's scores to weights relative to the largest; a part begins with that score and the weights' sum.
     // Keys that the query may not see have weight 0; if it sees none, its part is never read.
     void softmax_sum(float* scores, Int visible, float* part) const {
-        for (Int key = std::max<Int>(visible, 0); key < KEYS; key++) scores[key] = -INFINITY;
+        const Int end = (std::max<Int>(visible, 0) + LANES - 1) / LANES * LANES;
+        for (Int key = std::max<Int>(visible, 0); key < KEYS; key++) scores[key] = key < end ? -INFINITY : 0;
         floats largest = floats{} - INFINITY;
-        for (Int key = 0; key < KEYS; key += LANES) {
-            const floats some = widen(scores + key);
-            largest = larger(some, largest);
-        }
+        for (Int key = 0; key < end; key += LANES) largest = larger(widen(scores + key), largest);
         const float most = largest_of(largest);
         floats total = {};
-        for (Int key = 0; key < KEYS; key += LANES) {
+        for (Int key = 0; key < end; key += LANES) {
             const floats weight = exp_of((widen(scores + key) - most) * scale);
             store(scores + key, weight);
             total += weight;
@@ -475,8 +523,8 @@ struct Attention : Call {
     void merge(Scratch& scratch, Int i, const float* part) const {
         float* sum = scratch.sums + i * model.head_dim;
         const float most = std::max(scratch.most[i], part[0]);
-        const float old = exp_of(floats{} + (scratch.most[i] - most) * scale)[0];
-        const float now = exp_of(floats{} + (part[0] - most) * scale)[0];
+        auto factor = [&](float of) { return of == most ? 1 : exp_of(floats{} + (of - most) * scale)[0]; };
+        const float old = factor(scratch.most[i]), now = factor(part[0]);
         scratch.total[i] = scratch.total[i] * old + part[1] * now, scratch.most[i] = most;
         for (Int j = 0; j < model.head_dim; j += LANES)
             store(sum + j, multiply_add(widen(part + LANES + j) * now, widen(sum + j), old));

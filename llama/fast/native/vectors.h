@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #if !defined(__FMA__)
@@ -401,34 +402,37 @@ INLINE ints add_fours(ints sum, ints x, words codes) {
 // The sum of every two numbers of 16 bits.
 INLINE ints pairs_added(ints x) { return multiply_add(ints{}, x, ints{} + 0x00010001); }
 
-// Return the sum of vector i in lane i.
-INLINE floats sums_of(floats v[LANES]) {
-#if VECTOR == 64
-    for (int i = 0; i < 8; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    return __builtin_shufflevector(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-#elif VECTOR == 32
-    for (int i = 0; i < 4; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) +
-               __builtin_shufflevector(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(v[i], v[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    return __builtin_shufflevector(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) +
-           __builtin_shufflevector(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
-#else
-    for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 4, 5) + __builtin_shufflevector(v[i], v[i + 2], 2, 3, 6, 7);
-    return __builtin_shufflevector(v[0], v[1], 0, 4, 2, 6) + __builtin_shufflevector(v[0], v[1], 1, 5, 3, 7);
-#endif
+// Every two runs of STEP lanes: the first ones, or the second ones if SECOND, of x and of y in turn.
+template <int STEP, bool SECOND, class V, int... LANE>
+INLINE V in_turn(V x, V y, std::integer_sequence<int, LANE...>) {
+    return __builtin_shufflevector(x, y, (LANE / STEP % 2 ? LANES - STEP : 0) + LANE + (SECOND ? STEP : 0)...);
+}
+template <int STEP, class V>
+INLINE V firsts(V x, V y) {
+    return in_turn<STEP, false>(x, y, std::make_integer_sequence<int, LANES>());
+}
+template <int STEP, class V>
+INLINE V seconds(V x, V y) {
+    return in_turn<STEP, true>(x, y, std::make_integer_sequence<int, LANES>());
+}
+
+// Return the sum of vector i in lane i, of its lanes in the order of `sum_of`.
+template <int STEP = LANES / 2>
+INLINE floats sums_of(floats v[]) {
+    UNROLL for (int i = 0; i < STEP; i++) v[i] = firsts<STEP>(v[i], v[i + STEP]) + seconds<STEP>(v[i], v[i + STEP]);
+    if constexpr (STEP > 1) return sums_of<STEP / 2>(v);
+    return v[0];
+}
+
+// Exchange rows and columns: lane j of vector i and lane i of vector j.
+template <int STEP = LANES / 2, class V>
+INLINE void transpose(V v[]) {
+    UNROLL for (int i = 0; i < LANES; i++)
+        if (i / STEP % 2 == 0) {
+            const V first = firsts<STEP>(v[i], v[i + STEP]);
+            v[i + STEP] = seconds<STEP>(v[i], v[i + STEP]), v[i] = first;
+        }
+    if constexpr (STEP > 1) transpose<STEP / 2>(v);
 }
 
 // Memory to prefetch, so many bytes further with every vector that is multiplied. A burst of prefetches would wait for
