@@ -80,35 +80,42 @@ struct Packed {
         const float largest = largest_of(x, length);
         // Rows of tiny numbers are computed 2**64 times as large, so that the inverse fits into float32.
         const float up = largest < 0x1p-64f ? 0x1p64f : 1.0f;
-        row.factors[0] = 1, row.factors[1] = 1.0f / up;
-        float scale = largest * up / MOST, inverse = 0;
-        const Int halves = length / HALF;
-        floats sums[LANES] = {};  // of as many halves as a vector has lanes
-        for (Int h = 0; h < halves; h++) {
-            if (h % 2 == 0) {
-                const float most = (ACTIVATIONS == 16 ? largest : largest_of(x + h * HALF, GROUP)) * up;
-                if (ACTIVATIONS == 8) scale = row.scales[h / 2] = most / MOST;
-                inverse = most > 0x1p-100f ? MOST / most : 0.0f;
+        row.factors[0] = ACTIVATIONS == 16 ? largest * up / MOST : 1, row.factors[1] = 1.0f / up;
+        for (Int first = 0, groups = length / GROUP; first < groups; first += LANES) {  // as many as a vector has lanes
+            const Int count = std::min<Int>(LANES, groups - first), bytes = count * Int(sizeof(float));
+            const floats most = (ACTIVATIONS == 16 ? every(largest) : largest_of_groups(x + first * GROUP, count)) * up;
+            const floats scale = ACTIVATIONS == 16 ? every(1) : most / MOST;
+            const floats inverse = most > 0x1p-100f ? MOST / most : floats{};
+            floats halves[2][LANES] = {};  // their sums
+            for (Int g = 0; g < count; g++)
+                UNROLL for (int h = 0; h < 2; h++)
+                    for (Int i = 0; i < HALF; i += LANES) {
+                        const Int at = (first + g) * GROUP + h * HALF + i;
+                        const floats whole = widen(x + at) * up * inverse[g] + ROUND - ROUND;
+                        const ints number = __builtin_convertvector(whole, ints);  // GCC 12 converts floats one by one
+                        if (ACTIVATIONS == 8) store(row.numbers + at, __builtin_convertvector(number, signed_bytes));
+                        if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
+                            store(row.widened + at * 2, swapped(__builtin_convertvector(number, signed_shorts)));
+                        halves[h][g] += whole;
+                    }
+            floats counts[2];
+            for (int h = 0; h < 2; h++) {
+                const floats found = sums_of(halves[h]);
+                counts[h] = found - found == 0 ? found : floats{};  // else the scale is not finite
+                for (Int g = 0; g < count; g++) row.counts[2 * (first + g) + h] = std::int32_t(counts[h][g]);
             }
-            floats sum = {};
-            for (Int i = h * HALF; i < (h + 1) * HALF; i += LANES) {
-                const floats whole = widen(x + i) * up * inverse + ROUND - ROUND;
-                const ints number = __builtin_convertvector(whole, ints);  // GCC 12 converts floats to bytes one by one
-                if (ACTIVATIONS == 8) store(row.numbers + i, __builtin_convertvector(number, signed_bytes));
-                if (ACTIVATIONS == 16 || SUMS_OF_16_BITS)
-                    store(row.widened + i * 2, swapped(__builtin_convertvector(number, signed_shorts)));
-                sum += whole;
-            }
-            sums[h % LANES] = sum;
-            if (h % LANES == LANES - 1 || h == halves - 1) {
-                const floats found = sums_of(sums), counts = found - found == 0 ? found : floats{};  // else the scale is nan
-                const ints whole = __builtin_convertvector(counts, ints);
-                std::memcpy(row.counts + h / LANES * LANES, &whole, (h % LANES + 1) * sizeof(float));
-            }
+            const floats sums = (counts[0] + counts[1]) * scale;
+            std::memcpy(row.sums + first, &sums, bytes);
+            if (ACTIVATIONS == 8) std::memcpy(row.scales + first, &scale, bytes);
         }
-        for (Int g = 0; g < length / GROUP; g++)
-            row.sums[g] = float(row.counts[2 * g] + row.counts[2 * g + 1]) * (ACTIVATIONS == 16 ? 1 : row.scales[g]);
-        if (ACTIVATIONS == 16) row.factors[0] = scale;
+    }
+
+    // The largest magnitudes of so many groups, or nan.
+    static floats largest_of_groups(const float* x, Int count) {
+        ints most[LANES] = {};
+        for (Int g = 0; g < count; g++)
+            for (Int i = g * GROUP; i < (g + 1) * GROUP; i += LANES) most[g] = larger(magnitudes(x + i), most[g]);
+        return finite(combined(most, [](ints x, ints y) { return larger(x, y); }));
     }
 
     // Whether products with codes of so many bits multiply in 16 bits.

@@ -227,13 +227,15 @@ INLINE auto largest_of(V x) {
     return std::max(std::max(x[0], x[2]), std::max(x[1], x[3]));
 }
 
-// The largest magnitude, or nan if a number is not finite, which integers cannot represent. Magnitudes have the order
-// of their bits.
+// Magnitudes as integers, which have the same order; and as numbers again, or nan if they are not finite, which integers
+// cannot represent.
+INLINE ints magnitudes(const float* x) { return load<ints>(x) & 0x7fffffff; }
+INLINE floats finite(ints x) { return x < 0x7f800000 ? (floats)x : floats{} + NAN; }
+
 inline float largest_of(const float* x, Int count) {
     ints most = {};
-    for (Int i = 0; i < count; i += LANES) most = larger(load<ints>(x + i) & 0x7fffffff, most);
-    const std::int32_t bits = largest_of(most);
-    return bits < 0x7f800000 ? load<float>(&bits) : NAN;
+    for (Int i = 0; i < count; i += LANES) most = larger(magnitudes(x + i), most);
+    return finite(ints{} + largest_of(most))[0];
 }
 
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2**23: adding it rounds to an integer
@@ -416,13 +418,14 @@ INLINE V seconds(V x, V y) {
     return in_turn<STEP, true>(x, y, std::make_integer_sequence<int, LANES>());
 }
 
-// Return the sum of vector i in lane i, of its lanes in the order of `sum_of`.
-template <int STEP = LANES / 2>
-INLINE floats sums_of(floats v[]) {
-    UNROLL for (int i = 0; i < STEP; i++) v[i] = firsts<STEP>(v[i], v[i + STEP]) + seconds<STEP>(v[i], v[i + STEP]);
-    if constexpr (STEP > 1) return sums_of<STEP / 2>(v);
+// Return act of all lanes of vector i in lane i, in the order of `sum_of`.
+template <int STEP = LANES / 2, class V, class Act>
+INLINE V combined(V v[], Act act) {
+    UNROLL for (int i = 0; i < STEP; i++) v[i] = act(firsts<STEP>(v[i], v[i + STEP]), seconds<STEP>(v[i], v[i + STEP]));
+    if constexpr (STEP > 1) return combined<STEP / 2>(v, act);
     return v[0];
 }
+INLINE floats sums_of(floats v[]) { return combined(v, [](floats x, floats y) { return x + y; }); }
 
 // Exchange rows and columns: lane j of vector i and lane i of vector j.
 template <int STEP = LANES / 2, class V>

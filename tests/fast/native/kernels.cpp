@@ -312,6 +312,10 @@ void packed_products() {
                 products(name + (zeros ? ", zeros" : ", offset") + (units ? ", units" : ""), kind, packed.matrix,
                          exact<float>);
             }
+    for (const auto& [bits, length] : {std::pair<Int, Int>{4, 2432}, {6, 3072}}) {  // in parts, of which the last is shorter
+        const PackedMatrix packed(dice, 67, length, bits, bits == 4, bits == 6);
+        products("packed " + std::to_string(bits) + activations + ", in parts", kind, packed.matrix, exact<float>);
+    }
     const PackedMatrix packed(dice, 3, 32, 4, true, false);
     products("packed 4" + activations + ", 3 columns", kind, packed.matrix, exact<float>);
     std::vector<float> x = numbers<float>(dice, 2 * 32, 1.0f);
