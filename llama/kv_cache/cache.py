@@ -122,11 +122,7 @@ class Cache:
 
     def free(self) -> None:
         """Free all memory until the next call."""
-        with self._changing():
-            for layer in self.layers:
-                layer.free()
-            self.source = None
-        self.failed_at = None
+        self.reserve(0, 0)
 
     # ---- rows and positions ------------------------------------------------------------------------------------------
 

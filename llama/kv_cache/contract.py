@@ -328,12 +328,14 @@ class KVCache:
     def prepare_join(self, other: Self, rows: int, length: int) -> None:
         """Allocate what `join` writes, in all layers before the first one joins. Positions of other rows stay.
 
-        The text grows into the length that was reserved for it. A kind that only overrides `join` allocates there.
+        Rows are as long as the longest that was reserved, so that no step enlarges them. A kind that only overrides
+        `join` allocates there.
         """
         if self.written("keys", 1) is None:
             return
         assert other.like is not None
         self.reserved = self.reserved[0], max(self.reserved[1], other.reserved[1])
+        length = max(length, min(self.reserved[1], self.args.max_seq_len))
         self.prepare(Rows((0,) * (rows + 1), length, (length,) * (rows + 1)), other.like)
 
     @torch.inference_mode()  # as above

@@ -145,10 +145,6 @@ class ScoredCache(CountingCache):
         super().free()
         self._counts, self._bases = [], []
 
-    @property
-    def slots(self) -> None:
-        return None
-
     def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
         self.check(rows, xk, xv)
         self.prepare(rows, xk)

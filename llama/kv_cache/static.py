@@ -1,7 +1,6 @@
 """The static cache: memory that is allocated once and written in place."""
 
 from collections.abc import Sequence
-from typing import Self
 
 from torch import Tensor
 
@@ -45,15 +44,6 @@ class StaticCache(KVCache, kind="static"):
     ) -> int:
         rows, length = max(len(prompts), reserved[0]), max(*prompts, reserved[1])
         return rows * doubled(length, max(ends), self.args.max_seq_len) * self.position_bytes(itemsize)
-
-    def prepare_join(self, other: Self, rows: int, length: int) -> None:
-        """Make each row as long as the longest that was reserved, so that no step enlarges them."""
-        assert other.keys is not None
-        held_rows, held = (0, 0) if self.keys is None else self.keys.shape[:2]
-        wanted = max(rows + 1, held_rows, self.reserved[0]), max(length, held, other.reserved[1], self.reserved[1])
-        if wanted != (held_rows, held):
-            self._enlarge(self.sizes(*wanted, other.keys), other.keys.device)
-        super().prepare_join(other, rows, length)
 
     def written(self, name: str, length: int) -> int:
         return length

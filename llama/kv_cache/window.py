@@ -54,10 +54,6 @@ class WindowCache(CountingCache, kind="window"):
     def written(self, name: str, length: int) -> int:
         return min(length, self.window + self.sinks)
 
-    @property
-    def slots(self) -> None:
-        return None
-
     def rope_starts(self, rows: Rows) -> tuple[int, ...]:
         return tuple(min(start, self.last) for start in rows.starts)
 

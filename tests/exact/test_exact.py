@@ -80,15 +80,6 @@ def test_logits_are_equal_to_the_bit_however_they_come_about(name: str) -> None:
         assert torch.equal(fed_in_pieces(model, tokens[:1], one_by_one), whole[:1])
 
 
-def test_ragged_rows_have_the_bits_that_each_has_alone() -> None:
-    model = exact_model(torch.float32)
-    prompts = [[1, 2, 3], [4] * 40, [5, 6] * 9]
-    ids, logprobs = model.generate_tokens(prompts, 8, temperature=0, logprobs=True)
-    for row, (prompt, kv_caching) in enumerate(zip(prompts, (True, False, False), strict=True)):
-        alone = model.generate_tokens([prompt], 8, temperature=0, logprobs=True, kv_caching=kv_caching)
-        assert alone == ([ids[row]], [logprobs[row]])
-
-
 def test_exact_logits_are_the_plain_ones_up_to_rounding() -> None:
     model = tiny_model(tiny_args(max_seq_len=160)).requires_grad_(False)
     tokens = torch.randint(model.args.vocab_size, (2, 90))

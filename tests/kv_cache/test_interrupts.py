@@ -5,6 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
+from crossings import kinds
 from interrupts import Sessions, Texts, interrupted, lines_of
 from tables import cases
 from tiny import failing, some_tokens, tiny_model
@@ -13,24 +14,8 @@ from llama.kv_cache import Cache, PagedCache
 from llama.kv_cache.paged import Pool
 
 KINDS = ["static", "paged", "int8", "window:20+3", "h2o:20", "static@0;int4"]
-OTHERS = [
-    "concat",
-    "fp8",
-    "quest:16",
-    "paged:40",
-    "int4",
-    "rotated:k4v3+2",
-    "kivi:2+16",
-    "random",
-    "adakv:0.3",
-    "tova",
-    "knorm",
-    "keydiff",
-    "lagkv",
-]
-OTHERS += ["snapkv:30", "pyramidkv", "expected-attention", "duo-attention"]  # as one of the line above them
-OTHERS += ["chunkkv", "criticalkv", "finch", "cur", "compactor"]  # as these
-EVERY = cases([*KINDS, *OTHERS], *KINDS)
+ALL = [*dict.fromkeys([*KINDS, *kinds(), "quest:16", "paged:40"])]
+EVERY = cases(ALL, *KINDS)
 
 
 @pytest.fixture
@@ -40,7 +25,7 @@ def count(request: pytest.FixtureRequest) -> int:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", cases([*KINDS, *OTHERS], "paged", "int8"))
+@pytest.mark.parametrize("kind", cases(ALL, "paged", "int8"))
 def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) -> None:
     model = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32)
     texts, dice = Texts(model, kind), random.Random(kind)
@@ -48,7 +33,7 @@ def test_after_any_interrupt_a_cache_is_right_or_refuses(kind: str, count: int) 
         texts.interrupt(dice)
 
 
-@pytest.mark.parametrize("kind", cases([*KINDS, *OTHERS], "paged", "int8"))
+@pytest.mark.parametrize("kind", cases(ALL, "paged", "int8"))
 def test_after_any_interrupt_a_session_goes_on(kind: str, count: int) -> None:
     model = tiny_model(vocab_size=258, head_dim=32, max_seq_len=160).requires_grad_(False)
     sessions, dice = Sessions(model, kind), random.Random(kind)

@@ -50,6 +50,12 @@ def test_a_longer_text_that_joins_adds_the_bytes_that_it_reserved(kind: str) -> 
     cache.join(text, 1, 5)
     fed(cache, [5, 5], torch.randn(2, 2, 91, 2, 32))
     assert cache.nbytes == 2 * cache.text_bytes(prompt=5, end=96, itemsize=4)
+    for reserved in (96, 2 * LENGTH):
+        cache = with_text(made(kind).sibling(64))
+        cache.join(with_text(cache.sibling(reserved)), 0, 5)  # in the place of a shorter text
+        stored = cache.nbytes
+        fed(cache, [5], torch.randn(2, 1, 91, 2, 32))
+        assert cache.nbytes == stored >= cache.text_bytes(prompt=5, end=96, itemsize=4), "no step needs memory"
 
 
 # ---- texts that cannot join ------------------------------------------------------------------------------------------

@@ -1,22 +1,17 @@
 """Kinds of cache by layer: one grammar for all names, and each layer has its own kind."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import Ids, write_checkpoint
+from fakes import Ids
 from tiny import some_tokens, tiny_args, tiny_model
 
-from llama import cli
-from llama.api import load
-from llama.cli.inference import main as inference
 from llama.kv_cache import Cache, KVCache
 from llama.kv_cache.names import kinds_by_layer
-from llama.testing import CLAIMS, SIZES, check_cache_kind
 from llama.texts.session_file import _check_kind
 
 BY_LAYER: dict[str, list[str]] = {
@@ -126,12 +121,6 @@ def test_kinds_that_differ_by_layer_each_do_their_own(text: str) -> None:
         hook.remove()
 
 
-@pytest.mark.slow
-def test_kinds_by_layer_keep_the_contract() -> None:
-    assert len(check_cache_kind("window:20+3@0;static")) == len(CLAIMS) - 3  # of lossless kinds, and of scores
-    assert check_cache_kind("concat@0;paged@-1;static", args=replace(SIZES, n_layers=3))
-
-
 def test_a_bound_holds_only_if_all_layers_have_one() -> None:
     model = tiny_model(max_seq_len=64)
     assert model.new_cache("window:20+4@0;window:30+2").bound == 32
@@ -152,14 +141,3 @@ def test_a_session_file_that_names_code_or_an_unknown_kind_in_any_part_is_refuse
     (tmp_path / "evil.py").write_text("raise SystemExit('run')")
     with pytest.raises(ValueError, match=r"a session may not, and none is run|a kind that is not known here"):
         _check_kind(kind.replace("evil.py", str(tmp_path / "evil.py")))
-
-
-def test_commands_and_load_take_kinds_by_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, text = write_checkpoint(tmp_path / "model"), "static@0;int8"
-    assert load(folder, kv_cache=text)[0].kv_cache == text
-    words = ["--ckpt_dir", str(folder), "hello the", "--max_gen_len=4", "--temperature=0", "--kv_cache"]
-    assert cli.run(inference, [*words, text]) == 0
-    assert "KV cache on (static@0;int8)" in capsys.readouterr().out
-    for bad, said in (("static@7;int8", "7 is outside of the model's 2 layers"), ("static@0;;int8", "the part ''")):
-        assert cli.run(inference, [*words, bad]) == 2
-        assert said in capsys.readouterr().err

@@ -17,12 +17,10 @@ from llama.args import ModelArgs
 from llama.kv_cache import Cache, KVCache
 from llama.kv_cache.scored import ScoredCache
 from llama.model import Transformer
-from llama.rows import Rows
 from llama.testing import tiny_model
 
 MODELS = json.loads((Path(__file__).parent / "kvpress.json").read_text(encoding="utf-8"))["models"]
 RUNS = [(number, kind) for number, model in enumerate(MODELS) for kind in model["runs"]]
-LONGER = 37
 
 
 @functools.cache
@@ -63,16 +61,6 @@ def test_positions_and_next_logits_are_those_of_kvpress(number: int, kind: str) 
     logits = model(tokens[:, length : length + 1], length, cache=cache)[0, -1]
     expected = torch.tensor([float(logit) for logit in run["logits"].split()], dtype=torch.float64)
     torch.testing.assert_close(logits[: len(expected)], expected, rtol=0, atol=1e-4)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", sorted(MODELS[0]["runs"])[::2])  # each kind with one share
-def test_a_prompt_keeps_the_same_positions_in_a_batch_with_a_longer_one(kind: str) -> None:
-    (model, tokens), run = model_of(0), MODELS[0]["runs"][kind]
-    length, cache = run["length"], model.new_cache(kind)
-    batch = torch.cat([tokens.flip(1), tokens])[:, : length + LONGER]
-    model(batch, Rows.at([0, 0], [length + LONGER, length], prompt_ends=True), cache=cache)
-    assert kept_positions(cache, 1) == expected_positions(run)
 
 
 @torch.inference_mode()

@@ -41,14 +41,6 @@ def in_use(*caches: PagedCache) -> int:
     return len(counted)
 
 
-def test_blocks_are_taken_as_a_row_grows() -> None:
-    cache = made()
-    for start, end, blocks in ((0, 1, 1), (1, BLOCK, 1), (BLOCK, BLOCK + 1, 2), (BLOCK + 1, 5 * BLOCK, 5)):
-        write(cache, start, *new(1, end - start))
-        assert in_use(cache) == blocks
-    assert cache.nbytes <= 5 * BLOCK * HEADS * HEAD_DIM * 2 * 4 * 9 // 8
-
-
 def test_sixteen_rows_that_share_a_thousand_tokens_take_a_fifth_of_a_static_cache() -> None:
     """1,000 shared tokens are 62 blocks; each row copies one of these, and takes 4 or 5 more for its own 64."""
     xk, xv = new(1, 1000)

@@ -136,14 +136,6 @@ class StaleKeys(StaticCache, kind="stale_keys"):
         self._before = xk[:, -1:]
 
 
-class OneOff(StaticCache, kind="one_off"):
-    """Returns each key one position late."""
-
-    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(rows, xk, xv)
-        return torch.cat((keys[:, :1], keys[:, :-1]), dim=1), values
-
-
 class OldestDropped(StaticCache, kind="oldest_dropped"):
     """A window that loses the oldest position once there are more than six."""
 
@@ -159,19 +151,7 @@ class OldestDropped(StaticCache, kind="oldest_dropped"):
         return super()._allocate(*of).zero_()  # where positions are given, all keys are read
 
 
-class OtherRow(StaticCache, kind="other_row"):
-    """Writes the keys of the first row into the last one, too."""
-
-    def _write(self, rows: Rows, xk: Tensor, xv: Tensor) -> None:
-        xk = torch.cat((xk[:-1], xk[:1])) if xk.shape[1] == 1 else xk
-        super()._write(rows, xk, xv)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("stale_keys", "fp32"), ("oldest_dropped", "bf16")]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("one_off", "bf16"), ("other_row", "fp32"))],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("stale_keys", "fp32"), ("oldest_dropped", "bf16")])
 def test_a_wrong_cache_is_found_and_named(kind: str, dtype: str) -> None:
     figures = certify(one_layer(dtype=DTYPES[dtype], kv_cache=kind), tokens=12)
     assert "differ from those of float64" in first_of(figures, f"float64 {STEPS}")
