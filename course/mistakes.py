@@ -1,7 +1,7 @@
-"""The mistakes that the grader knows: what each is called, what it costs, and a hint that is not the answer.
+"""The mistakes of the first exercise: what each is called, what it costs, and a hint that is not the answer.
 
 Knows words and points; course/diagnose.py recognises the mistakes: a new one needs a row here and a rule there. The
-other exercises have theirs, and only `todo-left`, `raises` and `unknown` of these, in course/trials/.
+other exercises share `Mistake` and the names `todo-left`, `raises` and `unknown`; theirs are in course/trials/.
 """
 
 import re

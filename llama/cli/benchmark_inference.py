@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llama.bench.schema import Report
 
 # A check is violated; a cell died or was refused; with --strict, a cell was measured under load. The exit codes of all
-# commands are in docs/benchmark_json.md.
+# commands are in docs/files.md.
 VIOLATED, DIED, NOISY = 3, 1, 4
 # Flags that a preset decides itself.
 OF_A_CELL = ("batch_size", "kv_caching", "repeats", "compare")
