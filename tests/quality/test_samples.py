@@ -1,7 +1,6 @@
 """Samples are read from untrusted files with the line of each error, scored by known metrics, and answered."""
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,33 +35,12 @@ SCORES: list[tuple[str, str, list[str], float]] = [
 ]
 
 
-def misses(metric: str, score: Callable[[str, Sequence[str]], float]) -> int:
-    """Return how many known scores of a metric a function does not give."""
-    cases = [one for one in SCORES if one[0] == metric]
-    return sum(score(text, answers) != pytest.approx(wanted) for _, text, answers, wanted in cases)
-
-
 @pytest.mark.parametrize("metric", METRICS)
 def test_metrics_give_known_scores(metric: str) -> None:
-    assert misses(metric, METRICS[metric]) == 0
-
-
-PLANTED: list[tuple[str, Callable[[str, Sequence[str]], float]]] = [
-    ("contains_all", samples.contains_any),
-    ("contains_all", lambda text, answers: sum(one in text for one in answers) / len(answers)),
-    ("contains", samples.contains_all),
-    ("exact", samples.contains_any),
-    ("exact", lambda text, answers: float(text in answers)),
-    ("f1", lambda text, answers: samples.f1(text, answers[:1] * 2) if "no" in text else samples.rouge_l(text, answers)),
-    ("f1", lambda text, answers: samples.exact(text, answers)),
-    ("rouge-l", samples.f1),
-    ("rouge-l", lambda text, answers: samples.rouge_l(text, answers[:1])),
-]
-
-
-@pytest.mark.parametrize(("metric", "fault"), PLANTED)
-def test_a_planted_fault_of_a_scorer_is_found(metric: str, fault: Callable[[str, Sequence[str]], float]) -> None:
-    assert misses(metric, fault) > 0
+    known = [one for one in SCORES if one[0] == metric]
+    assert known
+    for _, text, answers, score in known:
+        assert METRICS[metric](text, answers) == pytest.approx(score), text
 
 
 LINE: dict[str, Any] = {"context": "a b", "question": " ?", "answers": ["b"], "metric": "f1"}
