@@ -5,6 +5,7 @@ Source: Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, Self
 from weakref import WeakSet
@@ -172,13 +173,8 @@ class PagedCache(KVCache, kind="paged"):
     def state(self, rows: int | None = None, length: int | None = None) -> dict[str, Tensor]:
         """Return keys and values in order of position, (rows, length, n_kv_heads, head_dim)."""
         length = max(map(len, self.tables[:rows]), default=0) * BLOCK if length is None else length
-        if self.keys is None or self.values is None or not length:
-            return {}
         rows = len(self.tables) if rows is None else rows
-        return {
-            "keys": self._gathered(self.keys, length, rows),
-            "values": self._gathered(self.values, length, rows),
-        }
+        return {name: self._gathered(held, length, rows) for name, held in self.held().items() if length}
 
     def written(self, name: str, length: int) -> int:
         return length
@@ -317,9 +313,8 @@ class PagedCache(KVCache, kind="paged"):
                 some = min(count, BLOCK - start % BLOCK)
                 slots += range(first, first + some)
                 start, count = start + some, count - some
-        return torch.tensor(slots, dtype=torch.int64, device=device), torch.tensor(
-            kept, dtype=torch.int64, device=device
-        )
+        index = partial(torch.tensor, dtype=torch.int64, device=device)
+        return index(slots), index(kept)
 
     def _gathered(self, pool: Tensor, length: int, rows: int) -> Tensor:
         """Return the first `length` positions of each row, (rows, length, n_kv_heads, head_dim)."""

@@ -253,12 +253,10 @@ class ScoredCache(CountingCache):
         if not whole or not all(len(row) == heads and min(row) >= 0 for row in counts):
             raise ValueError(f"ends={ends}, bases={bases} and counts={counts} must be those of {rows} rows")
         kept, behind, dtype = sum(map(sum, counts)), _most(bases, ends), getattr(state.get("keys"), "dtype", None)
-        wanted: dict[str, tuple[tuple[int, ...], object]] = {
-            "keys": ((rows, behind, heads, width), dtype),
-            "values": ((rows, behind, heads, width), dtype),
-        }
+        wanted: dict[str, tuple[tuple[int, ...], object]] = {}
+        wanted |= dict.fromkeys(("keys", "values"), ((rows, behind, heads, width), dtype))
         if kept:
-            wanted |= {"kept_keys": ((kept, width), dtype), "kept_values": ((kept, width), dtype)}
+            wanted |= dict.fromkeys(("kept_keys", "kept_values"), ((kept, width), dtype))
             wanted |= {"kept_positions": ((kept,), torch.int32)}
             wanted |= {"kept_scores": ((kept,), torch.float32)} if self.adds_up else {}
         found = {name: (tuple(held.shape), held.dtype) for name, held in state.items() if name not in numbers}

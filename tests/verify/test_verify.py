@@ -38,14 +38,6 @@ class OldestForgotten(StaticCache, kind="oldest_forgotten"):
         return keys, values
 
 
-class Infinite(StaticCache, kind="infinite"):
-    """Overflows."""
-
-    def update(self, rows: Rows, xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(rows, xk, xv)
-        return keys, values + torch.inf
-
-
 class Command:
     """`llama-kv verify` on a tiny checkpoint, with an output file of its own."""
 
@@ -170,13 +162,6 @@ def test_a_bug_is_code_1_and_the_verdict_names_it(command: Command) -> None:
         r"\S+, and rounding explains 1e-09; so at \d+ of \d+ positions \(and \d+ more\)",
         last_line(printed),
     )
-
-
-def test_a_run_whose_logits_are_not_finite_is_a_bug_too(command: Command) -> None:
-    code, printed = command("--kv_cache=infinite", "--runs=2")
-    assert code == 1
-    assert last_line(printed).startswith("BUG: seed 0: free cached: the logits of row 0 at step 0 are not finite")
-    assert "(and 1 more); found at commit" in last_line(printed)
 
 
 def test_a_bug_in_one_run_is_the_verdict_of_all() -> None:
