@@ -153,6 +153,22 @@ def test_every_flag_of_a_command_is_named_by_a_page_and_used_by_a_test() -> None
     assert lacking == []
 
 
+def test_pages_and_messages_spell_each_command_in_one_way() -> None:
+    """CONTRIBUTING.md has the rule. Stubs, whose docstrings begin with `python -m`, are the other way to start one."""
+    pages = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in CURRENT)
+    assert re.findall(r"(?<!a stub for )python -m llama(?!\.quality).*|llama-kv (?:run|bench)\b.*", pages) == []
+    docs = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in CURRENT if page.startswith("docs/"))
+    assert re.findall(r"^    \.venv/bin/.*", docs, flags=re.MULTILINE) == []
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "llama").rglob("*.py")}
+    spelled = r"python -m llama(?!\.bench|\.quality).*|python (?:benchmark_)?inference\.py.*"
+    named = {
+        str(path): found
+        for path, text in sources.items()
+        if path.name != "__main__.py" and not text.startswith('"""python -m') and (found := re.findall(spelled, text))
+    }
+    assert named == {}
+
+
 FIVE_MINUTES = (ROOT / "docs" / "kv_cache_in_five_minutes.md").read_text(encoding="utf-8")
 
 
