@@ -21,7 +21,7 @@ EVERY = cases(ALL, *KINDS)
 @pytest.fixture
 def count(request: pytest.FixtureRequest) -> int:
     """Return how many interrupts a kind gets: 10,000 of all kinds with --long, half of them in sessions."""
-    return (10_000 if request.config.getoption("--long") else 400) // 2 // len(EVERY) + 1
+    return (10_000 if request.config.getoption("--long") else 600) // 2 // len(EVERY) + 1
 
 
 @torch.inference_mode()
