@@ -187,6 +187,7 @@ def test_a_joined_text_gives_its_blocks_back() -> None:
     assert 5 <= blocks <= 6
     cache.select_rows([])
     assert [len(layer.pool.used()) for layer in layers] == [0, 0]
+    assert cache.state() == [{}, {}]
 
 
 def test_a_join_during_a_call_is_refused() -> None:
