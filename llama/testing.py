@@ -34,7 +34,7 @@ TOLERANCE, TOLERANCE_OF_PLACES = 1e-10, 1e-4
 
 # Batches: the tokens of each row's prompt, and of each row when it leaves the batch.
 RESERVED_BATCHES = (((40, 3, 17), (45, 20, 17)), ((31, 31), (35, 35)))
-MIXED_BATCHES = (*(((n,), (n,)) for n in (1, 16, 31, 64, 100)), ((5, 33), (20, 34)), ((1,), (70,)))
+MIXED_BATCHES = (*(((n,), (n,)) for n in (1, 16, 31, 64, 100)), ((5, 33), (20, 34)), ((40,), (41,)), ((1,), (70,)))
 
 LIVES, ACTS = 6, 8  # random lives of a batch, and what happens in each
 
