@@ -299,16 +299,6 @@ def test_weights_of_queries_and_keys_that_are_not_finite_are_refused(
         load(path, quantize=quantize)
 
 
-def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
-    config = config_of(hidden_size=256, num_hidden_layers=1)
-    writer = gguf_writer(tmp_path / "model.gguf", config)
-    raw = np.zeros((N_WORDS, 84), dtype=np.uint8)
-    writer.add_tensor("token_embd.weight", raw, raw_dtype=Kind.Q2_K)
-    finish(writer)
-    with pytest.raises(CheckpointError, match=r"token_embd\.weight is Q2_K; supported: F32, F16, "):
-        open_checkpoint(tmp_path / "model.gguf")
-
-
 # ---- RoPE scaling ----------------------------------------------------------------------------------------------------
 
 

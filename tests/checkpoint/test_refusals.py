@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
-    N_WORDS,
     config_of,
     finish,
     gguf_writer,
@@ -145,19 +144,6 @@ def test_two_checkpoints_in_one_directory(meta: Path, huggingface: Path, origina
     assert "more than one checkpoint (a.gguf, b.gguf)" in refusal(meta)
     (meta / "a.gguf").unlink()
     assert open_checkpoint(meta).args.dim == 32
-
-
-def test_a_tokenizer_that_does_not_fit(meta: Path) -> None:
-    params = meta_params(tiny_llama().config) | {"vocab_size": N_WORDS - 1}
-    (meta / "params.json").write_text(json.dumps(params))
-    assert f"has {N_WORDS} tokens and the model only {N_WORDS - 1}" in refusal(meta)
-    (meta / "tokenizer.model").write_text("nonsense\n")
-    assert "tokenizer.model: is not a tokenizer that can be used: line 1: " in refusal(meta)
-    (meta / "tokenizer.model").write_bytes(b"\n\x03\n\x01a\x12\x02\x18\x02")  # as spm_train writes it by default
-    said = refusal(meta)
-    assert (said.count("tokenizer.model"), said.count("can be used")) == (1, 1)
-    assert "used: SentencePiece: remove_extra_whitespaces=true is not supported: it drops spaces" in said
-    assert "train with spm_train --remove_extra_whitespaces=false" in said
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

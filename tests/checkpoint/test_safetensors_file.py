@@ -4,9 +4,9 @@ import zipfile
 from pathlib import Path
 
 import torch
+from forge import safetensors
 from safetensors.torch import load_file, save_file
 from tables import table
-from untrusted.malformed.cases import safetensors
 
 from llama.checkpoint.assemble import FLOATS, Weight
 from llama.checkpoint.huggingface import read_shard

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+from forge import add_value
 
 from llama.tokenizer import Tokenizer
 
@@ -231,14 +232,7 @@ def write_gguf_vocabulary(path: Path, metadata: dict[str, Any]) -> Path:
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_uint32("llama.rope.dimension_count", 8)
     for key, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
+        add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
