@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, YarnScaling
 from llama.checkpoint.assemble import Weight
-from llama.checkpoint.families import family_of, huggingface_names
+from llama.checkpoint.families import SIZES, family_of, huggingface_names
 from llama.checkpoint.gguf_writer import planned, write_gguf
 from llama.checkpoint.half_split import in_half_split_order
 from llama.host.files import replace_file, replacing
@@ -48,18 +48,10 @@ def huggingface_config(args: ModelArgs) -> dict[str, Any]:
     return {
         "architectures": [f"{family.name.capitalize()}ForCausalLM"],
         "model_type": family.name,
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": args.ffn_dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "head_dim": args.head_dim,
+        **{key: getattr(args, ours) for ours, (key, _) in SIZES.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rms_norm_eps": args.norm_eps,
-        "max_position_embeddings": args.max_seq_len,
         "rope_parameters": {"rope_theta": args.rope_theta, **_rope_scaling(args)},
         "tie_word_embeddings": args.tied_head,
         # Without these keys transformers takes Llama 2's ids; ours come from the tokenizer.

@@ -1,4 +1,4 @@
-"""The families of models that are built like Llama: how they differ, and the names of their tensors in files.
+"""The families of models that are built like Llama: how they differ, and the names of sizes and tensors in files.
 
 Reads no file.
 """
@@ -47,6 +47,19 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = (
 )
 FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 GGUF_FAMILIES = {family.name: family for family in FAMILIES.values() if family.in_gguf}
+
+# Our name of a size -> the key in config.json, and in a .gguf file behind the architecture's name.
+SIZES = {
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "max_seq_len": ("max_position_embeddings", "context_length"),
+    "dim": ("hidden_size", "embedding_length"),
+    "ffn_dim": ("intermediate_size", "feed_forward_length"),
+    "n_layers": ("num_hidden_layers", "block_count"),
+    "n_heads": ("num_attention_heads", "attention.head_count"),
+    "n_kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_dim": ("head_dim", "attention.key_length"),
+    "norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+}
 
 # Our name -> the name in Hugging Face's files, and in a .gguf file.
 _NAMES = {

@@ -25,7 +25,7 @@ from llama.checkpoint.assemble import (
     read_tokenizer,
     require_values,
 )
-from llama.checkpoint.families import GGUF_FAMILIES, Family, gguf_names
+from llama.checkpoint.families import GGUF_FAMILIES, SIZES, Family, gguf_names
 from llama.checkpoint.half_split import in_our_order
 from llama.quant.gguf_types import KINDS
 from llama.rope import rope_frequencies, scale_frequencies
@@ -121,17 +121,11 @@ def _args(path: Path, sizes: Mapping[str, Any], family: Family, tokens: object) 
     missing = [f"{family.name}.{key}" for key in _REQUIRED if sizes.get(key) is None]
     if missing:
         raise CheckpointError(path, f"lacks {', '.join(missing)}")
+    if isinstance(tokens, list):
+        sizes = {"vocab_size": len(tokens), **sizes}
     args = make_args(
         path,
-        dim=sizes["embedding_length"],
-        ffn_dim=sizes["feed_forward_length"],
-        n_layers=sizes["block_count"],
-        n_heads=sizes["attention.head_count"],
-        n_kv_heads=sizes.get("attention.head_count_kv"),
-        head_dim=sizes.get("attention.key_length"),
-        vocab_size=sizes.get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        norm_eps=sizes["attention.layer_norm_rms_epsilon"],
-        max_seq_len=sizes["context_length"],
+        **{ours: sizes.get(key) for ours, (_, key) in SIZES.items()},
         rope_theta=sizes.get("rope.freq_base", _BASE),
         rope_scaling=_rope_scaling(path, sizes),
         attention_bias=family.attention_bias,

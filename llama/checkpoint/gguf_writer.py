@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llama.args import LinearScaling, ModelArgs, RopeScaling, Scaling, YarnScaling
 from llama.checkpoint.assemble import Weight
-from llama.checkpoint.families import family_of, gguf_names
+from llama.checkpoint.families import SIZES, family_of, gguf_names
 from llama.checkpoint.gguf import ROPE_DIVISORS
 from llama.checkpoint.half_split import in_half_split_order
 from llama.costs import file_bytes
@@ -158,18 +158,11 @@ def _write_header(path: Path, args: ModelArgs, parts: Sequence[Part], metadata: 
 
 def _sizes(args: ModelArgs) -> dict[str, Any]:
     return {
-        "vocab_size": args.vocab_size,
-        "context_length": args.max_seq_len,
-        "embedding_length": args.dim,
-        "feed_forward_length": args.ffn_dim,
-        "block_count": args.n_layers,
-        "attention.head_count": args.n_heads,
-        "attention.head_count_kv": args.n_kv_heads,
-        "attention.key_length": args.head_dim,
+        **{key: getattr(args, ours) for ours, (_, key) in SIZES.items()},
+        "attention.layer_norm_rms_epsilon": float(args.norm_eps),
         "attention.value_length": args.head_dim,
         "rope.dimension_count": args.head_dim,
         "rope.freq_base": float(args.rope_theta or 0),  # family_of rejects None
-        "attention.layer_norm_rms_epsilon": float(args.norm_eps),
     }
 
 

@@ -22,7 +22,7 @@ from llama.checkpoint.assemble import (
     require_values,
     weights_of_file,
 )
-from llama.checkpoint.families import FAMILIES, Family, huggingface_names
+from llama.checkpoint.families import FAMILIES, SIZES, Family, huggingface_names
 from llama.checkpoint.half_split import in_our_order
 from llama.untrusted.errors import CheckpointError, refusing
 from llama.untrusted.files import check_regular
@@ -131,15 +131,7 @@ def _args(path: Path, config: Mapping[str, Any], family: Family) -> tuple[ModelA
     config, rope = {**assumed, **config}, {"rope_theta": _BASE, **rope}
     args = make_args(
         path,
-        dim=config["hidden_size"],
-        ffn_dim=config["intermediate_size"],
-        n_layers=config["num_hidden_layers"],
-        n_heads=config["num_attention_heads"],
-        n_kv_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
-        vocab_size=config["vocab_size"],
-        norm_eps=config["rms_norm_eps"],
-        max_seq_len=config["max_position_embeddings"],
+        **{ours: config.get(key) for ours, (key, _) in SIZES.items()},
         rope_theta=rope["rope_theta"],
         rope_scaling=_rope_scaling(path, rope, config),
         attention_bias=family.attention_bias,
