@@ -362,11 +362,6 @@ def test_an_untied_head_stays_untied_even_where_it_is_equal(tmp_path: Path) -> N
         assert not open_checkpoint(path).args.tied_head
 
 
-def test_a_missing_head_is_tied(tmp_path: Path) -> None:
-    for path in write_all(tmp_path, random_model(config_of(tie_word_embeddings=True))).values():
-        assert open_checkpoint(path).args.tied_head
-
-
 def test_a_head_in_a_file_that_says_tied_must_be_the_embedding(tmp_path: Path) -> None:
     theirs = random_model(config_of(tie_word_embeddings=True))
     path = write_huggingface(tmp_path, theirs) / "model.safetensors"

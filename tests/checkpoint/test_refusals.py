@@ -22,6 +22,7 @@ from checkpoints import (
     write_huggingface,
     write_meta,
 )
+from forge import add_value
 from refusals import unrefused
 from safetensors.torch import load_file, save_file
 from tables import table
@@ -211,20 +212,14 @@ def test_metadata_of_every_type_is_read_as_it_was_written(tmp_path: Path) -> Non
 
 
 # Of each key the values that change nothing.
-PLAIN: dict[str, tuple[str, list[Any]]] = {
-    "split.count": ("uint16", [0, 1]),
-    "llama.expert_count": ("uint32", [0]),
-    "llama.rope.scaling.type": ("string", ["none"]),
-    "llama.rope.scaling.factor": ("float32", [0.0, 1.0]),
-    "llama.rope.scale_linear": ("float32", [0.0, 1.0]),
-    "llama.attention.sliding_window": ("uint32", [0]),
-    "llama.attention.causal": ("bool", [True]),
-    "llama.attention.scale": ("float32", [0.0]),
-    "llama.attention.clamp_kqv": ("float32", [0.0]),
-    "llama.attention.max_alibi_bias": ("float32", [0.0]),
-    "llama.embedding_scale": ("float32", [0.0, 1.0]),
-    "llama.residual_scale": ("float32", [1.0]),
-    "llama.logit_scale": ("float32", [1.0]),
+PLAIN: dict[str, list[Any]] = {
+    "split.count": [0, 1],
+    "llama.rope.scaling.type": ["none"],
+    "llama.attention.causal": [True],
+    **{f"llama.{key}": [0] for key in ("expert_count", "attention.sliding_window")},
+    **{f"llama.attention.{key}": [0.0] for key in ("scale", "clamp_kqv", "max_alibi_bias")},
+    **{f"llama.{key}": [0.0, 1.0] for key in ("rope.scaling.factor", "rope.scale_linear", "embedding_scale")},
+    **{f"llama.{key}": [1.0] for key in ("residual_scale", "logit_scale")},
 }
 
 
@@ -232,7 +227,7 @@ PLAIN: dict[str, tuple[str, list[Any]]] = {
 def test_metadata_that_changes_nothing_is_accepted(tmp_path: Path, number: int) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf_writer(path, tiny_llama().config)
-    for key, (kind, values) in PLAIN.items():
-        getattr(writer, f"add_{kind}")(key, values[min(number, len(values) - 1)])
+    for key, values in PLAIN.items():
+        add_value(writer, key, values[min(number, len(values) - 1)])
     finish(writer)
     assert "missing: " in refusal(path)  # the tensors are checked after the metadata, and this file has none
