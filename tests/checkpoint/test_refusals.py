@@ -87,17 +87,6 @@ def test_one_file_of_a_checkpoint_is_refused_with_its_directory(meta: Path, hugg
         assert f"pass its directory: {file.parent}" in refusal(file)
 
 
-def test_an_incomplete_checkpoint_is_refused_with_the_missing_file(meta: Path, huggingface: Path) -> None:
-    for folder, names in (
-        (meta, ("params.json",)),
-        (huggingface, ("config.json", "model-00002-of-00004.safetensors")),
-    ):
-        for name in names:
-            (folder / name).rename(folder.parent / name)
-            assert f"lacks {name}" in refusal(folder)
-            (folder.parent / name).rename(folder / name)
-
-
 def test_a_checkpoint_without_a_tokenizer_works_on_ids_and_names_what_text_lacks(
     meta: Path, huggingface: Path, tmp_path: Path
 ) -> None:

@@ -179,11 +179,12 @@ SPECIAL = {
     **dict.fromkeys(("meta/consolidated.00.pth", "meta/tokenizer.model", "huggingface/tokenizer.json"), _PIPE),
     **dict.fromkeys((_INDEX, f"huggingface/{_FIRST}"), _PIPE),
 }
-REFUSED = {"a named pipe": "not a regular file", "a link to a device": "not a regular file"}
+CALLED = {"a link to a device": "a device", "a folder": "a directory"}
 if hasattr(os, "mkfifo"):
     for _valid, _kinds in SPECIAL.items():
-        _rows = [(kind, WAITING, partial(_in_its_place, kind), REFUSED.get(kind, "")) for kind in _kinds]
-        add(f"{_valid} is", _valid, [*_rows])
+        for _kind in _kinds:
+            _why = "" if "itself" in _kind else f"it is {CALLED.get(_kind, _kind)}, not a regular file"
+            add(f"{_valid} is", _valid, [(_kind, WAITING, partial(_in_its_place, _kind), _why)])
 
     def _pipe(folder: Path) -> Path:
         os.mkfifo(folder / "model.gguf")
@@ -225,6 +226,7 @@ add(
     "params.json with",
     "meta/params.json",
     [
+        ("nothing in its place", TRUNCATED, Path.unlink, "lacks params.json"),
         ("keys of another library", ANOTHER_MODEL, {"x_args": {}, "lora_args": {}}, "unknown keys: lora_args, x_args"),
         ("true for a width", TYPES, {"dim": True}),
         ("a width of 2^40", RESOURCES, {"dim": 1 << 40}),
@@ -257,6 +259,7 @@ add(
     "config.json with",
     "huggingface/config.json",
     [
+        ("nothing in its place", TRUNCATED, Path.unlink, "lacks config.json"),
         ("true for a number of layers", TYPES, {"num_hidden_layers": True}),
         ("text for a number of layers", TYPES, {"num_hidden_layers": "2"}),
         ("0 for a flag", TYPES, {"tie_word_embeddings": 0}, "tie_word_embeddings=0 must be true or false"),

@@ -28,7 +28,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             target=write_results, args=(path, request.param == "slow")
         )
         process.start()
-    process.join()
+    process.join(300)  # s, for all: a case that waits would have no end
+    process.kill()
     assert process.exitcode == 0
     return {result["name"]: result for result in map(json.loads, path.read_text().splitlines())}
 
