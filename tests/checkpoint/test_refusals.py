@@ -18,14 +18,13 @@ from checkpoints import (
     meta_params,
     meta_weights,
     random_model,
-    write_gguf,
-    write_huggingface,
     write_meta,
 )
 from forge import add_value
 from refusals import unrefused
 from safetensors.torch import load_file, save_file
 from tables import table
+from untrusted.malformed.cases import write_originals
 
 from llama import load
 from llama.checkpoint import CheckpointError, open_checkpoint
@@ -52,23 +51,19 @@ def refusal(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("originals")
-    return {
-        "meta": write_meta(directory / "meta", meta_weights(tiny_llama()), meta_params(tiny_llama().config)),
-        "huggingface": write_huggingface(directory / "huggingface", tiny_llama(), max_shard_size="60KB"),
-        "gguf": write_gguf(directory / "model.gguf", meta_weights(tiny_llama()), tiny_llama().config),
-    }
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    write_originals(directory := tmp_path_factory.mktemp("originals"))
+    return directory
 
 
 @pytest.fixture
-def meta(originals: dict[str, Path], tmp_path: Path) -> Path:
-    return shutil.copytree(originals["meta"], tmp_path / "meta")
+def meta(originals: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(originals / "meta", tmp_path / "meta")
 
 
 @pytest.fixture
-def huggingface(originals: dict[str, Path], tmp_path: Path) -> Path:
-    return shutil.copytree(originals["huggingface"], tmp_path / "huggingface")
+def huggingface(originals: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(originals / "huggingface", tmp_path / "huggingface")
 
 
 # ---- what is not there -----------------------------------------------------------------------------------------------
@@ -116,24 +111,10 @@ def test_a_checkpoint_without_a_tokenizer_works_on_ids_and_names_what_text_lacks
     assert "lacks vocab_size, and there is no tokenizer.model that has it" in refusal(meta)
 
 
-def test_config_without_weights(meta: Path, huggingface: Path) -> None:
-    for directory in (meta, huggingface):
-        for file in [*directory.glob("*.pth"), *directory.glob("*.safetensors*")]:
-            file.unlink()
-        assert "contains no weights, found" in refusal(directory)
-    (huggingface / "pytorch_model.bin").write_bytes(b"")  # as transformers wrote before safetensors
-    assert "pytorch_model.bin" in refusal(huggingface)
-
-
-def test_two_checkpoints_in_one_directory(meta: Path, huggingface: Path, originals: dict[str, Path]) -> None:
-    shutil.copy(originals["gguf"], huggingface)
-    assert "more than one checkpoint (weights of Hugging Face's .safetensors and .gguf)" in refusal(huggingface)
-    (meta / "consolidated.00.pth").unlink()
-    for name in ("a.gguf", "b.gguf"):
-        shutil.copy(originals["gguf"], meta / name)
-    assert "more than one checkpoint (a.gguf, b.gguf)" in refusal(meta)
-    (meta / "a.gguf").unlink()
-    assert open_checkpoint(meta).args.dim == 32
+def test_a_gguf_file_in_a_folder_is_opened(originals: Path, tmp_path: Path) -> None:
+    shutil.copy(originals / "model.gguf", tmp_path)
+    (tmp_path / "params.json").write_text("")
+    assert open_checkpoint(tmp_path).args.dim == 32
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------

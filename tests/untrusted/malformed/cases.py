@@ -193,6 +193,35 @@ if hasattr(os, "mkfifo"):
     CASES["a .gguf path that is a named pipe"] = Case(WAITING, _pipe, "is not a regular file, or is a broken link")
 
 
+# ---- the files of a folder -------------------------------------------------------------------------------------------
+
+
+def _several(path: Path) -> None:
+    path.unlink()
+    for name in ("a.gguf", "b.gguf"):
+        path.with_name(name).touch()
+
+
+_BOTH = "more than one checkpoint (weights of Hugging Face's .safetensors and .gguf)"
+add(
+    "a folder of Meta's",
+    "meta/consolidated.00.pth",
+    [
+        ("without weights", TRUNCATED, Path.unlink, "contains no weights, found params.json, tokenizer.model; "),
+        ("with two other checkpoints", "CWE-436", _several, "more than one checkpoint (a.gguf, b.gguf)"),
+    ],
+)
+add(
+    "a folder of Hugging Face's",
+    "huggingface-one/model.safetensors",
+    [
+        ("without weights", TRUNCATED, Path.unlink, "contains no weights, found config.json"),
+        ("of pickles", TYPES, lambda path: path.rename(path.with_name("pytorch_model.bin")), "pytorch_model.bin"),
+        ("with another checkpoint", "CWE-436", lambda path: path.with_name("a.gguf").touch(), _BOTH),
+    ],
+)
+
+
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 _MANY = json.dumps({f"{i:04x}": i for i in range(60_000)}).encode()
