@@ -240,3 +240,5 @@ def _check_count(name: str, value: object) -> None:
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number above 0")
+    if isinstance(value, int) and value >= 1 << 63:
+        raise ValueError(f"{name}={value!r:.40} is above the limit of 2^63 - 1; PyTorch has no larger whole numbers")
