@@ -165,9 +165,6 @@ def _check_keys(path: Path, params: Mapping[str, Any]) -> None:
     unknown = params.keys() - ({field.name for field in fields(ModelArgs)} - SETTINGS)
     if unknown:
         raise CheckpointError(path, f"has unknown keys: {some_of(unknown)}")
-    for name in ("use_scaled_rope", "tied_head"):
-        if not isinstance(params.get(name, False), bool):
-            raise CheckpointError(path, f"{name}={params[name]!r} must be true or false")
     if missing := [name for name in _STATED if name not in params]:
         raise CheckpointError(path, f"lacks {', '.join(missing)}")
 

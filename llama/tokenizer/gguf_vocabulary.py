@@ -3,7 +3,6 @@
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,8 +147,6 @@ def _array(facts: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     if type(values) is not list or set(map(type, values)) - {kind}:
         missing = ", and is missing" if values is None else ""
         raise ValueError(f"tokenizer.ggml.{key} must be an array, of which each value is {_TYPE_NAMES[kind]}{missing}")
-    if kind is float and not all(map(math.isfinite, values)):
-        raise ValueError(f"tokenizer.ggml.{key} has a number that is not finite")
     return values
 
 

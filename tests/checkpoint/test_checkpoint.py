@@ -319,8 +319,9 @@ def test_gguf_divisors_become_the_rule_behind_them_or_stay_divisors(tmp_path: Pa
         divisors[4] *= 1.01
         assert scaling_of(divisors) == tuple(divisors.tolist())
     assert scaling_of([1.0] * 8) is None
-    with pytest.raises(CheckpointError, match="finite numbers above 0"):
-        scaling_of([1.0] * 7 + [float("nan")])
+    for odd in (float("nan"), float("inf"), 0.0):
+        with pytest.raises(CheckpointError, match="finite numbers above 0"):
+            scaling_of([1.0] * 7 + [odd])
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has shape \(3,\) and must have \(8,\)"):
         scaling_of([1.0, 1.0, 1.0])
 

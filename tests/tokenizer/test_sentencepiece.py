@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes import Scripted, limits
+from forge import IDENTITY, PIECES, message, whole
 from vocabularies import gguf_of_pieces, huggingface_of_pieces, pieces, plain, saved, texts
 
 from llama.tokenizer import Tokenizer
@@ -103,3 +104,10 @@ def test_merges_that_scores_cannot_say_are_not_written_into_a_gguf_file(tmp_path
         ours = Tokenizer.from_huggingface(tmp_path)
         with pytest.raises(ValueError, match=r"a \.gguf file cannot have these merges"):
             ours.to_gguf(2000)
+
+
+def test_an_id_of_minus_1_is_none(tmp_path: Path) -> None:
+    """Protobuf writes it with 64 bits, as in Llama 2's own file."""
+    settings = message(2, whole(3, 2), *(whole(field, (1 << 64) - 1) for field in (41, 42, 43)))
+    ours = file_of(tmp_path, PIECES + settings + IDENTITY)
+    assert (ours.bos_id, ours.eos_id, ours.pad_id) == (None, None, None)

@@ -1,9 +1,12 @@
 """Untrusted text is printable and short in messages."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import table
 
+from llama.untrusted.errors import CheckpointError
 from llama.untrusted.words import printable, some_of
 
 
@@ -45,3 +48,7 @@ def test_ten_names_and_how_many_more() -> None:
     assert some_of(names) == ", ".join(names[:10]) + " and 4,312 more"
     assert some_of(names, 2) == "0000, 0001 and 4,320 more"
     assert len(some_of(["x" * 10**6])) == 80
+
+
+def test_the_path_of_a_refusal_is_printable_too() -> None:
+    assert str(CheckpointError(Path("\x1b[2J"), "is no checkpoint")) == "\\x1b[2J: is no checkpoint"
