@@ -920,20 +920,19 @@ add(
         ("numbers for merges", TYPES, {"merges": [1]}, "merges must be an array"),
     ],
 )
-_WRONG = {
-    "None for": None,
-    "no": [],
-    "too few": [0.0],
-    "text for": ["x"] * 9,
-    "NaN for": [float("nan")] * 9,
-    "5 for": 5,
-}
-_ARRAYS_OF_PIECES = [(what, key, value) for what, value in _WRONG.items() for key in ("token_type", "scores")]
 add(
     "the keys of pieces with",
     "small_gguf/llama",
     [
-        *((f"{what} {key}", TYPES, {key: value}) for what, key, value in _ARRAYS_OF_PIECES),
+        *(
+            (f"{value!r:.9} for {key}", TYPES, {key: value}, f"tokenizer.ggml.{key} must be an array")
+            for key in ("token_type", "scores")
+            for value in (None, ["x"] * 9, 5)
+        ),
+        ("a float for a type", TYPES, {"token_type": [1.0] * 9}, "token_type must be an array"),
+        ("NaN for a score", TYPES, {"scores": [float("nan")] * 9}, "has the score nan, which is not finite"),
+        ("no types", TRUNCATED, {"token_type": []}, "9 tokens but 0 token types"),
+        ("one score", TRUNCATED, {"scores": [0.0]}, "9 tokens but 1 scores"),
         ("spaces that it drops", ANOTHER_TEXT, {"remove_extra_whitespaces": True}, "=true is not supported"),
         ("text for a flag", TYPES, {"add_space_prefix": "false"}, "add_space_prefix='false' must be true or false"),
         ("a table of characters", ANOTHER_TEXT, {"precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not"),
