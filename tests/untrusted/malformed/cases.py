@@ -802,7 +802,7 @@ _OTHERS = "adds tokens other than one before the text"
 _UNSUPPORTED = "is not supported; supported are"
 add(
     "a tokenizer.json",
-    "huggingface/tokenizer.json",
+    "huggingface-one/tokenizer.json",
     [
         ("that is a list", TYPES, b"[]", "is not readable as JSON"),
         ("nested 100,000 deep", "CWE-674", b'{"model":' + b"[" * 100_000, "is not readable as JSON"),
@@ -870,7 +870,7 @@ add(
 )
 add(
     "a file beside tokenizer.json",
-    "huggingface/tokenizer.json",
+    "huggingface-one/tokenizer.json",
     [
         ("with an unknown end", SHIFTED, _beside("tokenizer_config.json", {"eos_token": "no"}), "'no' is not a token"),
         ("with 5 for BOS", TYPES, _beside("tokenizer_config.json", {"bos_token": 5}), "bos_token 5 must be a text"),
