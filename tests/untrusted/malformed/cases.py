@@ -279,6 +279,7 @@ add(
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 _TWO_ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
 _FACTOR = {"rope_parameters": {"rope_type": "linear", "factor": 10**80}}
+_DEEPSEEK = {"rope_type": "yarn", "factor": 4.0, "mscale": True, "mscale_all_dim": 1.0}
 _TWO_TYPES = {"factor": 2.0, "rope_type": "linear", "type": "yarn"}
 _IMPORT = {"model_type": "mine", "auto_map": {"AutoModel": "evil.M"}}
 add(
@@ -317,7 +318,7 @@ add(
         ("a list for a RoPE scaling", TYPES, {"rope_parameters": {"rope_type": ["llama3"]}}),
         ("text for RoPE's keys", TYPES, {"rope_parameters": "llama3"}),
         ("text for a factor", TYPES, {"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor='4' must be"),
-        ("true for a factor", TYPES, {"rope_parameters": {"rope_type": "yarn", "factor": True}}, "factor=True must be"),
+        ("true for DeepSeek's factor", TYPES, {"rope_parameters": _DEEPSEEK}, "mscale=True must be a number"),
         ("10^80 for a factor", "found by tests/fuzz", _FACTOR, "factor=10000000000000000000000000000000000"),
         ("bounds in the wrong order", TYPES, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}}),
         ("a factor and no type", ANOTHER_MODEL, {"rope_parameters": {"factor": 2.0}}, "no rope_type; add its type"),
