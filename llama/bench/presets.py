@@ -5,10 +5,10 @@
 `report`: what a student hands in, the table with four texts and the peaks of code that computes all logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama.args import ModelArgs
 from llama.bench.cell import FULL, Cell, read_engine
@@ -35,7 +35,7 @@ LENGTH, SCORED, GREEDY = 2048, 256, 64  # tokens of the text at whose end a kind
 MOST_SCORED = 1024  # behind a prompt of a length that the user chose
 FEWEST = 32  # scored tokens that judge a kind
 NEEDLE_LENGTHS, NEEDLES = (256,), 5
-RECORDING, WATCHED_STEPS, WATCHED_PROMPT = "the page to step through", 32, "Once upon a time"
+RECORDING: dict[str, Any] = {"prompt": "Once upon a time", "steps": 32}  # the generation of a page
 TEXT_LENGTH = 16  # tokens behind each prompt of a report: without a cache more would take a minute on a busy machine
 SHARED_ROWS, SHARED, OWN = 16, 1000, 30  # prompts that begin alike, and their tokens
 
@@ -65,58 +65,109 @@ class Group:
     late: bool = False  # run only after the other groups and their first repetitions
 
 
-# ---- reports ---------------------------------------------------------------------------------------------------------
+class Planned(NamedTuple):
+    """What a preset measures: its cells, what it measures beside them, and its jobs in the order of measuring."""
+
+    cells: list[Cell]
+    plan: dict[str, Any]
+    groups: list[Group]
 
 
 def plan_report(
-    preset: str,
-    base: Cell,
-    *,
-    engines: Sequence[str],
-    kinds: Sequence[str],
-    contexts: Sequence[int] = (),
-    text: str | None = None,
-    prompt_len: int | None = None,
-    tasks: Sequence[str] = (),
-    samples: int | None = None,
-    prompts: Sequence[str] = (),
-    command: str = "",
-    budget: float | None,
-) -> Report:
-    """Return the report of a preset in which nothing is measured. Raises ValueError if it cannot be measured.
+    preset: str, base: Cell, *, watched: bool = False, command: str = "", budget: float | None = None, **asked: Any
+) -> tuple[Report, list[Group]]:
+    """Return the report of a preset in which nothing is measured, and its groups of jobs.
 
-    engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast; see `read_engine`.
-    kinds: kinds of cache for `caches`, by default all that are registered.
-    contexts: lengths at which `caches` times steps, by default KIND_CONTEXTS.
-    text: the file on whose text `caches` judges kinds.
-    prompt_len: tokens of that text that are fed in one pass before the scored ones, by default all but those of LENGTH.
-    tasks, samples: what `caches` judges kinds by beside that text, see `plan_tasks`.
-    prompts: those that `report` continues in both modes.
+    watched: record a generation behind the first group, for the page. asked: the arguments of the preset's own plan.
+    Raises ValueError if it cannot be measured.
     """
-    if preset in ("caches", "chat", "report") and base.ranks > 1:
+    if preset != "table" and base.ranks > 1:
         raise ValueError(f"--preset={preset} measures one process; start it without torchrun")
-    plan: dict[str, Any] = {}
-    source = find_model(base)
-    if preset in ("table", "report"):
-        cells = table_cells(base, engines)
-        plan = {"prompts": [*prompts]} if preset == "report" else {}
-        plan |= {"agreed_on": min(AGREED_ON, source.args.max_seq_len - 1)} if preset == "table" else {}
-    elif preset == "caches":
-        cells, plan = kind_cells(base, kinds, contexts, source.args)
-        plan |= text_plan(source, text or OWN_TEXT, prompt_len)
-        plan["tasks"] = plan_tasks(source, tasks, plan["contexts"], samples, base.seed)
-    else:
-        cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
-    cells = [with_code(cell) for cell in cells]
+    cells, plan, groups = PRESETS[preset](find_model(base), base, **asked)
+    files = [name for name in (asked.get("text"), *asked.get("tasks", ())) if name is not None and Path(name).is_file()]
+    plan["inputs"] = content_digest(*read_by(base, *files))
+    if watched:
+        page = Job("the page to step through", "watch", watched_cell(base), 0, options=RECORDING, of_cell=False)
+        groups.insert(1, Group((page,)))
+    return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan), groups
+
+
+def checked(cells: Sequence[Cell], base: Cell, args: ModelArgs | None = None) -> list[Cell]:
+    """Return cells with the digests of their code. Raises ValueError for wrong modes, and with `args` for long texts."""
     for cell in cells:
         check_cell(cell)
         if cell.from_file != base.from_file:
             find_model(cell)  # raises ValueError if there is no such file
-        if preset in ("table", "report"):
-            check_length(cell, source.args)
-    files = [name for name in (text, *tasks) if name is not None and Path(name).is_file()]
-    plan["inputs"] = content_digest(*read_by(base, *files))
-    return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan)
+        if args is not None:
+            check_length(cell, args)
+    return [with_code(cell) for cell in cells]
+
+
+def watched_cell(cell: Cell) -> Cell:
+    """Return the cell of the generation that a page shows, always on the plain path."""
+    return cell.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
+
+
+def paired(jobs: Sequence[Job]) -> list[Group]:
+    """Return jobs of cells in groups that differ in the cache or in guesses, the smallest batch and least work first.
+
+    The first group stays first.
+    """
+    found: dict[Cell, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.cell.but(kv_caching=True, speculate=None), []).append(job)
+    first, *rest = (Group(tuple(group), repeats=True) for group in found.values())
+    return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.work for job in one.jobs)))]
+
+
+def cell_jobs(cells: Sequence[Cell]) -> list[Job]:
+    """Return the job that measures one repetition of each cell; its work is the tokens that are fed."""
+    return [Job(cell.name, "cell", cell, place, work_of(cell)) for place, cell in enumerate(cells)]
+
+
+def work_of(cell: Cell) -> int:
+    sizes = {"input_len": cell.input_len, "output_len": cell.output_len}
+    return cell.batch_size * token_forwards(**sizes, kv_caching=cell.kv_caching)
+
+
+# ---- the table, and what a student hands in --------------------------------------------------------------------------
+
+
+def plan_table(source: Source, base: Cell, *, engines: Sequence[str] = ()) -> Planned:
+    """Plan the cells in pairs, how often rounded weights agree with float32, and, late, steps by context.
+
+    engines: peers and modes of ours, such as llama.cpp:int8 and llama:fast; see `read_engine`.
+    """
+    cells = checked(table_cells(base, engines), base, source.args)
+    length = min(AGREED_ON, source.args.max_seq_len - 1)
+    late, options = list[Group](), {"contexts": context_lengths(base.input_len)}
+    for batch in BATCHES:
+        asked = cells[0].but(batch_size=batch, kv_caching=True)
+        steps = Job(f"steps at batch {batch}", "steps", asked, 0, batch, options, of_cell=False)
+        late.append(Group((steps,), late=True))
+    agreed = [Group((job,)) for job in agreement_jobs(cells, length)]
+    return Planned(cells, {"agreed_on": length}, [*paired(cell_jobs(cells)), *agreed, *late])
+
+
+def agreement_jobs(cells: Sequence[Cell], length: int) -> Iterator[Job]:
+    """Yield a job for each rounding of weights: how often it agrees with float32. Random weights have none."""
+    seen = set()
+    for place, cell in enumerate(cells):
+        if has_rounded_weights(cell) and cell.model not in RELEASED and cell.rounding not in seen:
+            seen.add(cell.rounding)
+            asked = cell.but(batch_size=1, input_len=length, output_len=1, kv_caching=True, text=None)
+            yield Job(f"top-1 of {asked.name}", "agreement", asked, place, of_cell=False)
+
+
+def plan_hand_in(source: Source, base: Cell, *, prompts: Sequence[str]) -> Planned:
+    """Plan the texts of a report, the first pair of its table, peaks and its page, and the other pairs."""
+    cells = checked(table_cells(base, ()), base, source.args)
+    texts: dict[str, Any] = {"prompts": [*prompts], "length": TEXT_LENGTH}
+    of_texts = Job(TEXTS, "texts", cells[0], 0, options=texts, of_cell=False)
+    every = cells[0].but(logits="all")
+    peaks = Job("peaks and a page", "peaks_and_page", every, 0, options={"watched": RECORDING}, of_cell=False)
+    first, *others = paired(cell_jobs(cells))
+    return Planned(cells, {"prompts": [*prompts]}, [Group((of_texts,)), first, Group((peaks,)), *others])
 
 
 def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
@@ -148,20 +199,65 @@ def variants(base: Cell, engines: Sequence[str]) -> list[Cell]:
     return cells
 
 
-def kind_cells(
-    base: Cell, kinds: Sequence[str], asked: Sequence[int], args: ModelArgs
-) -> tuple[list[Cell], dict[str, Any]]:
-    """Return a cell for each kind of cache, the full one first, and at which lengths they are measured."""
-    limit = args.max_seq_len
-    window = f"window:{min(WINDOW, limit // 4)}+{DEFAULT_SINKS}"
+# ---- kinds of cache --------------------------------------------------------------------------------------------------
+
+
+def plan_kinds(
+    source: Source,
+    base: Cell,
+    *,
+    kinds: Sequence[str] = (),
+    contexts: Sequence[int] = (),
+    text: str | None = None,
+    prompt_len: int | None = None,
+    tasks: Sequence[str] = (),
+    samples: int | None = None,
+) -> Planned:
+    """Plan the tasks that the user named, the quality of every kind, and then bytes and times by context.
+
+    kinds: by default all that are registered. contexts: lengths at which steps are timed, by default KIND_CONTEXTS.
+    text, prompt_len: as in `text_plan`. tasks, samples: see `plan_tasks`.
+    """
+    cells, limit = checked(kind_cells(base, kinds, source.args), base), source.args.max_seq_len
+    lengths = check_contexts(contexts, limit) or [one for one in KIND_CONTEXTS if one <= limit] or [limit]
+    plan = {"contexts": lengths, **text_plan(source, text or OWN_TEXT, prompt_len)}
+    plan["tasks"] = plan_tasks(source, tasks, lengths, samples, base.seed)
+    return Planned(cells, plan, list(kind_groups(cells, plan)))
+
+
+def kind_groups(cells: Sequence[Cell], plan: Mapping[str, Any]) -> Iterator[Group]:
+    """Yield the jobs of all kinds: a task of all together, else the full cache and the first kind, and each other."""
+    for jobs in zip(*(kind_jobs(cell, place, plan) for place, cell in enumerate(cells)), strict=True):
+        together = 2 if jobs[0].of_cell else len(jobs)
+        yield from [Group(jobs[:together]), *(Group((job,)) for job in jobs[together:])]
+
+
+def kind_jobs(cell: Cell, place: int, plan: Mapping[str, Any]) -> Iterator[Job]:
+    """Yield the jobs that measure a kind, as far as a plan has them: each task, its quality, and its costs.
+
+    A task is answered with the question seen and not.
+    """
+    for task in plan.get("tasks", ()):
+        name = task["task"] if task["context"] is None else f"{task['task']} at {task['context']:,} tokens"
+        work = task["tokens"] + task["steps"]
+        yield Job(f"{cell.kv_cache}: {name}", "cache_task", cell, place, work, {"plan": task}, of_cell=False)
+    if "text" in plan:
+        yield Job(f"{cell.kv_cache}: quality", "cache_quality", cell, place, options={"plan": plan})
+    if "contexts" in plan:
+        options = {"contexts": plan["contexts"]}
+        yield Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, place, options=options)
+
+
+def kind_cells(base: Cell, kinds: Sequence[str], args: ModelArgs) -> list[Cell]:
+    """Return a cell for each kind of cache, the full one first."""
+    window = f"window:{min(WINDOW, args.max_seq_len // 4)}+{DEFAULT_SINKS}"
     registered = [window if kind == "window" else kind for kind in sorted(KVCache.kinds)]
     wanted = [FULL, *(kind for kind in kinds or registered if kind != FULL)]
     for place, kind in enumerate(wanted):
         if kind in wanted[:place]:
             raise ValueError(f"--kv_cache {kind} would be in the table twice; name every kind once")
         Cache.of(args, cache_kind(kind))
-    contexts = check_contexts(asked, limit) or [one for one in KIND_CONTEXTS if one <= limit] or [limit]
-    return [base.but(kv_cache=kind) for kind in wanted], {"contexts": contexts}
+    return [base.but(kv_cache=kind) for kind in wanted]
 
 
 def check_contexts(asked: Sequence[int], limit: int) -> list[int]:
@@ -209,6 +305,18 @@ def quality_plan(
     return {**plan, "needle_lengths": [*needle_lengths], "needles": needles}
 
 
+# ---- a conversation --------------------------------------------------------------------------------------------------
+
+
+def plan_chat(source: Source, base: Cell, *, engines: Sequence[str] = ()) -> Planned:
+    """Plan the conversations of each engine in both modes, and the prompts that begin alike."""
+    cells, plan = chat_cells(base, engines, source.tokenizer, source.args.max_seq_len)
+    cells = checked(cells, base)
+    kinds = ["conversation" if cell.batch_size == 1 else "prompts" for cell in cells]
+    jobs = [Job(cell.name, kinds[n], cell, n, options={"plan": plan}) for n, cell in enumerate(cells)]
+    return Planned(cells, plan, paired(jobs))
+
+
 def chat_cells(
     base: Cell, engines: Sequence[str], tokenizer: Tokenizer, max_seq_len: int
 ) -> tuple[list[Cell], dict[str, Any]]:
@@ -239,126 +347,11 @@ def chat_cells(
     return cells + [cell.but(batch_size=SHARED_ROWS, input_len=shared + own) for cell in ours], plan
 
 
-# ---- jobs ------------------------------------------------------------------------------------------------------------
-
-
-def groups_of(report: Report, watched: Cell | None = None) -> list[Group]:
-    """Return the groups of a report's preset, in the order of measuring; `watched` is recorded after the first one."""
-    first, *others = GROUPS[report["preset"]](report)
-    recorded = [] if watched is None else [Group((Job(RECORDING, "watch", watched_cell(watched), 0, **_recorded()),))]
-    return [first, *recorded, *others]
-
-
-def watched_cell(cell: Cell) -> Cell:
-    """Return the cell of the generation that a page shows, always on the plain path."""
-    return cell.but(engine="llama", fast=False, exact=False, batch_size=1, text=None)
-
-
-def _recorded() -> dict[str, Any]:
-    return {"options": {"prompt": WATCHED_PROMPT, "steps": WATCHED_STEPS}, "of_cell": False}
-
-
-def paired(jobs: Sequence[Job]) -> list[Group]:
-    """Return jobs of cells in groups that differ in the cache or in guesses, the smallest batch and least work first.
-
-    The first group stays first.
-    """
-    found: dict[Cell, list[Job]] = {}
-    for job in jobs:
-        found.setdefault(job.cell.but(kv_caching=True, speculate=None), []).append(job)
-    first, *rest = (Group(tuple(group), repeats=True) for group in found.values())
-    return [first, *sorted(rest, key=lambda one: (one.jobs[0].cell.batch_size, sum(job.work for job in one.jobs)))]
-
-
-def cell_jobs(cells: Sequence[Cell]) -> list[Job]:
-    """Return the job that measures one repetition of each cell; its work is the tokens that are fed."""
-    return [Job(cell.name, "cell", cell, place, work_of(cell)) for place, cell in enumerate(cells)]
-
-
-def work_of(cell: Cell) -> int:
-    sizes = {"input_len": cell.input_len, "output_len": cell.output_len}
-    return cell.batch_size * token_forwards(**sizes, kv_caching=cell.kv_caching)
-
-
-def table_groups(report: Report) -> Iterator[Group]:
-    """Yield the cells in pairs, how often rounded weights agree with float32, and, late, steps by context."""
-    cells = cells_of(report)
-    yield from paired(cell_jobs(cells))
-    seen = set()
-    for place, cell in enumerate(cells):
-        # Random weights find all tokens about equally likely.
-        if not has_rounded_weights(cell) or cell.model in RELEASED or cell.rounding in seen:
-            continue
-        seen.add(cell.rounding)
-        length = report["plan"]["agreed_on"]
-        asked = cell.but(batch_size=1, input_len=length, output_len=1, kv_caching=True, text=None)
-        yield Group((Job(f"top-1 of {asked.name}", "agreement", asked, place, of_cell=False),))
-    if cells[0].engine == "llama":
-        contexts = context_lengths(cells[0].input_len)
-        for batch in dict.fromkeys(cell.batch_size for cell in cells):
-            asked, options = cells[0].but(batch_size=batch, kv_caching=True), {"contexts": contexts}
-            yield Group((Job(f"steps at batch {batch}", "steps", asked, 0, batch, options, of_cell=False),), late=True)
-
-
-def report_groups(report: Report) -> Iterator[Group]:
-    """Yield the texts of a report, the first pair of its table, peaks and its page, and the other pairs."""
-    cells = cells_of(report)
-    options = {"prompts": report["plan"]["prompts"], "length": TEXT_LENGTH}
-    yield Group((Job(TEXTS, "texts", cells[0], 0, options=options, of_cell=False),))
-    first, *others = paired(cell_jobs(cells))
-    yield first
-    asked, options = cells[0].but(logits="all"), {"watched": _recorded()["options"]}
-    yield Group((Job("peaks and a page", "peaks_and_page", asked, 0, options=options, of_cell=False),))
-    yield from others
-
-
-def kind_groups(report: Report) -> Iterator[Group]:
-    """Yield the tasks that the user named, the quality of every kind, and then bytes and times by context.
-
-    The full cache and the first kind are a pair.
-    """
-    plan, kinds = report["plan"], [*enumerate(cells_of(report))]
-
-    def grouped(jobs: list[Job]) -> Iterator[Group]:
-        yield Group(tuple(jobs[:2]))
-        yield from (Group((job,)) for job in jobs[2:])
-
-    yield from (Group(tuple(task_job(cell, n, task) for n, cell in kinds)) for task in plan["tasks"])
-    yield from grouped([quality_job(cell, n, plan) for n, cell in kinds])
-    yield from grouped([costs_job(cell, n, plan) for n, cell in kinds])
-
-
-def quality_job(cell: Cell, place: int, plan: dict[str, Any]) -> Job:
-    return Job(f"{cell.kv_cache}: quality", "cache_quality", cell, place, options={"plan": plan})
-
-
-def costs_job(cell: Cell, place: int, plan: dict[str, Any]) -> Job:
-    return Job(f"{cell.kv_cache}: bytes and times", "cache_costs", cell, place, options={"contexts": plan["contexts"]})
-
-
-def task_job(cell: Cell, place: int, task: dict[str, Any]) -> Job:
-    """Return the job that answers the samples of a task, with the question seen and not."""
-    name = task["task"] if task["context"] is None else f"{task['task']} at {task['context']:,} tokens"
-    work = task["tokens"] + task["steps"]
-    return Job(f"{cell.kv_cache}: {name}", "cache_task", cell, place, work, {"plan": task}, of_cell=False)
-
-
-def chat_groups(report: Report) -> Iterator[Group]:
-    """Yield the conversations of each engine in both modes, and the prompts that begin alike."""
-    options = {"plan": report["plan"]}
-    yield from paired(
-        [
-            Job(cell.name, "conversation" if cell.batch_size == 1 else "prompts", cell, place, options=options)
-            for place, cell in enumerate(cells_of(report))
-        ]
-    )
-
-
-GROUPS: dict[str, Callable[[Report], Iterator[Group]]] = {
-    "table": table_groups,
-    "caches": kind_groups,
-    "chat": chat_groups,
-    "report": report_groups,
+PRESETS: dict[str, Callable[..., Planned]] = {
+    "table": plan_table,
+    "caches": plan_kinds,
+    "chat": plan_chat,
+    "report": plan_hand_in,
 }
 
 

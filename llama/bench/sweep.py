@@ -25,12 +25,9 @@ from llama.bench.presets import (
     FEWEST,
     MOST_SCORED,
     Group,
-    Job,
     check_contexts,
-    costs_job,
-    quality_job,
+    kind_jobs,
     quality_plan,
-    task_job,
     text_plan,
 )
 from llama.bench.report.files import write_json
@@ -263,9 +260,9 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
             given = {name: value for name, value in point.settings if name in ("repeats", "compare")}
             report = measure_cell(cell, **given, command=command, waiting=waiting)
         else:
-            plan, jobs = _kind_jobs(point, cell)
-            report = new_report("caches", [cell], command=command, plan=plan)
-            Run(report, [Group((replace(job, of_cell=True),)) for job in jobs], waiting=lambda _: waiting()).measure()
+            report = new_report("caches", [cell], command=command, plan=_kind_plan(point, cell))
+            groups = [Group((replace(job, of_cell=True),)) for job in kind_jobs(cell, 0, report["plan"])]
+            Run(report, groups, waiting=lambda _: waiting()).measure()
     except ValueError as why:
         known = Cell(model=point.model, input_len=point.context, batch_size=point.batch)
         kind = {"kv_caching": False} if point.kind == OFF else {"kv_cache": point.kind}
@@ -277,12 +274,11 @@ def measure(point: Point, *, command: str = "", waiting: Callable[[], None] = la
     return report
 
 
-def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
-    """Return what is measured of a kind at one context, and the jobs that measure it."""
+def _kind_plan(point: Point, cell: Cell) -> dict[str, Any]:
+    """Return what is measured of a kind at one context, for `kind_jobs`."""
     source, asked = find_model(cell), dict(point.settings)
     if point.task == "costs":
-        plan: dict[str, Any] = {"contexts": check_contexts([point.context], source.args.max_seq_len)}
-        return plan, [costs_job(cell, 0, plan)]
+        return {"contexts": check_contexts([point.context], source.args.max_seq_len)}
     if point.task == "quality":
         scored = min(MOST_SCORED, point.context // 2)
         if scored < FEWEST:
@@ -291,7 +287,5 @@ def _kind_jobs(point: Point, cell: Cell) -> tuple[dict[str, Any], list[Job]]:
         length = min(point.context, text_plan(source, text, point.context - scored)["length"])
         needles = [point.context] if point.context in NEEDLE_CONTEXTS else []
         greedy = asked.get("greedy_tokens", MOST_GREEDY)
-        plan = quality_plan(text, length, scored, greedy=greedy, needle_lengths=needles, needles=20)
-        return plan, [quality_job(cell, 0, plan)]
-    tasks = plan_tasks(source, [point.task], [point.context], asked.get("samples"), cell.seed)
-    return {"tasks": tasks}, [task_job(cell, 0, task) for task in tasks]
+        return quality_plan(text, length, scored, greedy=greedy, needle_lengths=needles, needles=20)
+    return {"tasks": plan_tasks(source, [point.task], [point.context], asked.get("samples"), cell.seed)}

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama.bench.cell import Cell, Modes, read_engine
 from llama.bench.single import measure_cell
@@ -18,6 +18,7 @@ from llama.host.cores import FreeCores
 from llama.host.files import check_writable
 
 if TYPE_CHECKING:
+    from llama.bench.presets import Group
     from llama.bench.schema import Report
 
 # A check is violated; a cell died or was refused; with --strict, a cell was measured under load. The exit codes of all
@@ -161,23 +162,27 @@ def dispatch(flags: SimpleNamespace) -> int:
     cell = base_cell(flags) if world_rank() == 0 else None
     if cell is None:
         return followers().follow()
-    report: Report | None = None
+    planned: tuple[Report, list[Group]] | None = None
     try:
         if flags.preset is not None:
-            asked = {"engines": flags.engine, "kinds": flags.kv_cache, "budget": flags.budget}
-            asked["contexts"] = [int(context) for context in flags.contexts]
-            asked |= {"tasks": flags.task, "samples": flags.samples}
-            asked |= {"text": flags.text, "prompt_len": flags.prompt_len} if flags.preset == "caches" else {}
-            asked |= {"prompts": PROMPTS} if flags.preset == "report" else {}
-            report = plan_report(flags.preset, cell, command=as_started(), **asked)
+            asked: dict[str, Any] = {"engines": flags.engine}
+            if flags.preset == "caches":
+                asked = {"kinds": flags.kv_cache, "contexts": [int(context) for context in flags.contexts]}
+                asked |= {"text": flags.text, "prompt_len": flags.prompt_len}
+                asked |= {"tasks": flags.task, "samples": flags.samples}
+            elif flags.preset == "report":
+                asked = {"prompts": PROMPTS}
+            by_default = cell.model == "demo" and cell.ranks == 1 and flags.preset != "report"
+            asked["watched"] = by_default if flags.page_watch is None else flags.page_watch
+            planned = plan_report(flags.preset, cell, command=as_started(), budget=flags.budget, **asked)
         if flags.wait_until_quiet:
             wait_until_idle(flags.wait_until_quiet)
             began, cores = time.monotonic(), FreeCores()
-        if report is None:
+        if planned is None:
             if cell.device == "cpu":
                 cores.choose_threads(console.note)
             return print_cell(cell, flags, json_path)
-        return run_preset(report, cell, flags, json_path, cores, began)
+        return run_preset(*planned, flags, json_path, cores, began)
     finally:
         followers().send({})  # which ends them
 
@@ -303,7 +308,12 @@ def print_cell(cell: Cell, flags: SimpleNamespace, json_path: Path | None) -> in
 
 
 def run_preset(
-    report: "Report", cell: Cell, flags: SimpleNamespace, json_path: Path | None, cores: FreeCores, began: float
+    report: "Report",
+    groups: "list[Group]",
+    flags: SimpleNamespace,
+    json_path: Path | None,
+    cores: FreeCores,
+    began: float,
 ) -> int:
     """Measure a preset, print its table, and write its report, which has what is finished however the run ends.
 
@@ -311,18 +321,14 @@ def run_preset(
     budget begins at `began`.
     """
     from llama.bench.plan import REPETITIONS, Run
-    from llama.bench.presets import groups_of
-    from llama.bench.report.files import RESULTS, STEPS_FILE, keep_steps, write_json, write_report
+    from llama.bench.report.files import RESULTS, keep_steps, write_json, write_report
     from llama.bench.run.directory import new_run, resumed_run
     from llama.host.progress import progress_bar
 
     folder, report = (resumed_run if flags.resume else new_run)(Path(flags.out), report)
     console.note(f"everything goes into {folder}")
-    if cell.device == "cpu":
+    if report["cells"][0]["device"] == "cpu":
         cores.choose_threads(console.note, known=report["environment"].get("threads"))
-    by_default = cell.model == "demo" and cell.ranks == 1 and flags.preset != "report"
-    is_watched = (by_default if flags.page_watch is None else flags.page_watch) and not (folder / STEPS_FILE).exists()
-    groups = groups_of(report, watched=cell if is_watched else None)
     most = f" of {flags.budget:g} minutes" if flags.budget else ""
     bar = progress_bar(total=60 * flags.budget or None, bar_format=f"{{desc}} |{{bar}}| {{elapsed}}{most}")
 

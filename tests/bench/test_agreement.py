@@ -9,11 +9,10 @@ from fakes import NATIVE_SIZES, Bytes, write_checkpoint
 from tiny import tiny_args, tiny_model
 
 from llama.bench.cell import Cell
-from llama.bench.presets import Job, table_cells, table_groups
+from llama.bench.presets import Job, agreement_jobs, table_cells
 from llama.bench.run import worker
 from llama.bench.run.engines import SCORED, LlamaEngine
 from llama.bench.run.models import engine_class, has_rounded_weights
-from llama.bench.schema import new_report
 from llama.bench.texts import read_corpus
 
 OPENVINO = str(Path(__file__).parents[2] / "scripts" / "engines" / "openvino.py:OpenVino")
@@ -58,8 +57,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
 
 def agreements(cells: list[Cell]) -> list[Job]:
     """Return the jobs of a table that count how often rounded weights agree with float32."""
-    groups = table_groups(new_report("table", cells, plan={"agreed_on": 255}))
-    return [job for group in groups for job in group.jobs if job.kind == "agreement"]
+    return list(agreement_jobs(cells, 255))
 
 
 def test_a_table_counts_once_for_each_way_with_rounded_weights(base: Cell) -> None:

@@ -68,7 +68,7 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
 def measured(
     base: Cell, out: Path, *, kinds: list[str] = KINDS, minutes: float = 60, resume: bool = False, **asked: Any
 ) -> Report:
-    run = run_of(plan_report("caches", base, engines=[], kinds=kinds, budget=minutes, **asked), out, resume=resume)
+    run = run_of(plan_report("caches", base, kinds=kinds, budget=minutes, **asked), out, resume=resume)
     run.run()
     return run.report
 
@@ -284,7 +284,7 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     """As `llama.quality.perplexity.compare` judges them there."""
     file = tmp_path / "own.txt"
     file.write_text("".join(f"{n} apples and {n * n} pears. " for n in range(60)))
-    report = plan_report("caches", base, engines=[], kinds=["int8"], budget=60, text=str(file), prompt_len=50)
+    report, _ = plan_report("caches", base, kinds=["int8"], budget=60, text=str(file), prompt_len=50)
     _, found, *_ = judged(base.but(kv_cache="int8"), **report["plan"] | {"needle_lengths": []})
     model, tokenizer = load(base.model, device="cpu", dtype="fp32")
     ids = encode_prompt(tokenizer, file.read_text())[: 50 + SCORED]
@@ -293,7 +293,7 @@ def test_kinds_are_judged_on_a_text_of_ones_own_behind_a_prompt_of_a_given_lengt
     new_run(tmp_path / "out", report)
     assert resumed_run(tmp_path / "out", report)[1]["plan"] == report["plan"]
     with pytest.raises(ValueError, match="nothing to resume"):
-        resumed_run(tmp_path / "out", plan_report("caches", base, engines=[], kinds=["int8"], budget=60))
+        resumed_run(tmp_path / "out", plan_report("caches", base, kinds=["int8"], budget=60)[0])
 
 
 def test_a_run_does_not_resume_with_a_text_or_a_kind_that_was_edited(base: Cell, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_does_not_resume_with_a_text_or_a_kind_that_was_edited(base: Cell,
     (kind := tmp_path / "mine.py").write_text(f"{own}1")
 
     def planned() -> Report:
-        return plan_report("caches", base, engines=[], kinds=[f"{kind}:edited"], budget=60, text=str(text))
+        return plan_report("caches", base, kinds=[f"{kind}:edited"], budget=60, text=str(text))[0]
 
     _, begun = new_run(tmp_path / "out", planned())
     for path, content in ((text, "a pair. " * 300), (kind, f"{own}2")):
@@ -326,15 +326,15 @@ def test_a_text_of_twice_the_fewest_tokens_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_steps_are_timed_at_the_contexts_that_were_asked_for(base: Cell) -> None:
-    asked: Any = {"engines": [], "kinds": ["int8"], "budget": 1}
-    assert plan_report("caches", base, contexts=[120, 40], **asked)["plan"]["contexts"] == [40, 120]
+    asked: Any = {"kinds": ["int8"], "budget": 1}
+    assert plan_report("caches", base, contexts=[120, 40], **asked)[0]["plan"]["contexts"] == [40, 120]
     with pytest.raises(ValueError, match=r"^--contexts 161 must be from 16 to the model's max_seq_len=160; for longer"):
         plan_report("caches", base, contexts=[40, 161], **asked)
 
 
 @pytest.mark.usefixtures("here")
 def test_without_a_name_every_kind_of_the_library_is_measured_and_the_window_drops_something(base: Cell) -> None:
-    report = plan_report("caches", base, engines=[], kinds=[], budget=1)
+    report, _ = plan_report("caches", base, budget=1)
     named = [cell["kv_cache"] for cell in report["cells"]]
     assert sorted(kind.partition(":")[0] for kind in named) == sorted(KVCache.kinds)
     assert named[0] == "static"

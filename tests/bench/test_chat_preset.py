@@ -12,7 +12,7 @@ from jobs_here import Here, jobs_here, run_of
 from llama import Chat, Transformer, load
 from llama.bench import presets
 from llama.bench.cell import Cell
-from llama.bench.presets import chat_cells, plan_report
+from llama.bench.presets import Group, chat_cells, plan_report
 from llama.bench.run import conversation, worker
 from llama.bench.run.conversation import FED, FROM_DISK, shared_prompts, turns_of
 from llama.bench.run.engines import SessionConversation
@@ -59,8 +59,8 @@ def done_here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return jobs_here(monkeypatch, lambda kind, cell: f"{kind}: {cell.name}")
 
 
-def planned(base: Cell, engines: list[str], minutes: float = 60) -> Report:
-    return plan_report("chat", base, engines=engines, kinds=[], budget=minutes)
+def planned(base: Cell, engines: list[str], minutes: float = 60) -> tuple[Report, list[Group]]:
+    return plan_report("chat", base, engines=engines, budget=minutes)
 
 
 def measured(base: Cell, out: Path, engines: list[str] = [], **asked: Any) -> Report:  # noqa: B006  (read only)
@@ -188,7 +188,7 @@ def test_a_way_that_does_not_do_what_it_says_is_violated(
         monkeypatch.setattr(SessionConversation, "close", lambda self: None)
     else:
         monkeypatch.setattr("llama.generation.Generation.load_session", load_another)
-    rows = worker.JOBS["conversation"](base, plan=planned(base, [])["plan"])["rows"]
+    rows = worker.JOBS["conversation"](base, plan=planned(base, [])[0]["plan"])["rows"]
     assert [row["name"] for row in rows if row.get("status") == "violated"] == [check]
 
 
@@ -266,7 +266,7 @@ def test_the_conversation_of_the_project_has_ten_turns() -> None:
 
 
 def test_shared_prompts_part_right_behind_what_they_share(base: Cell, here: Here) -> None:
-    plan = planned(base, [])["plan"]
+    plan = planned(base, [])[0]["plan"]
     prompts = shared_prompts(find_model(base).tokenizer, plan)
     assert len(prompts) == plan["rows"]
     assert {len(prompt) for prompt in prompts} == {plan["shared"] + plan["own"]}
@@ -276,5 +276,5 @@ def test_shared_prompts_part_right_behind_what_they_share(base: Cell, here: Here
 
 
 def test_cells_keep_their_modes(base: Cell, here: Here) -> None:
-    done = worker.JOBS["conversation"](replace(base, exact=True), plan=planned(base, [])["plan"])
+    done = worker.JOBS["conversation"](replace(base, exact=True), plan=planned(base, [])[0]["plan"])
     assert done["rows"][0]["path"] == "exact"

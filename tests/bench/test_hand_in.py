@@ -164,7 +164,7 @@ def test_the_published_peaks_are_explained_by_logits_and_the_difference_is_shown
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Here, list[str]]:
     """Return the jobs, done in this process, and the words of a report on a tiny model."""
-    monkeypatch.setattr(presets, "WATCHED_STEPS", 3)
+    monkeypatch.setitem(presets.RECORDING, "steps", 3)
     here = jobs_here(monkeypatch, lambda kind, cell: cell.name if kind == "cell" else kind)
     folder = write_checkpoint(tmp_path / "tiny", max_seq_len=512)
     words = ["--ckpt_dir", str(folder), "--input_len", "6", "--output_len", "4", "--device", "cpu"]

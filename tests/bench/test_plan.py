@@ -15,7 +15,7 @@ from llama.bench import plan, presets
 from llama.bench.cell import Cell
 from llama.bench.comparisons import add_result
 from llama.bench.plan import OVERRUN, REPETITIONS, WRITING, Run, schedule
-from llama.bench.presets import Group, Job, groups_of, plan_report, work_of
+from llama.bench.presets import Group, Job, plan_report, work_of
 from llama.bench.report.tables import figure_tables
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.run.jobs import JobDied
@@ -39,8 +39,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
 
 
 def table(base: Cell, out: Path, *, minutes: float = 60, resume: bool = False, n: int = 2, **asked: Any) -> Report:
-    report = plan_report(asked.get("preset", "table"), base, engines=asked.get("engines", []), kinds=[], budget=minutes)
-    run = run_of(report, out, resume=resume, repetitions=n if minutes else 1, watched=asked.get("watched"))
+    planned = plan_report(asked.pop("preset", "table"), base, budget=minutes, **asked)
+    run = run_of(planned, out, resume=resume, repetitions=n if minutes else 1)
     run.run()
     return run.report
 
@@ -155,11 +155,10 @@ def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget
     base: Cell, tmp_path_factory: pytest.TempPathFactory, minutes: float, load: float, sudden: bool, preset: str
 ) -> None:
     """The load may begin suddenly after five jobs, so that what was expected before is wrong."""
+    more = {"preset": preset, "prompts": ["a"]} if preset == "report" else {"watched": True}
     with pytest.MonkeyPatch.context() as monkeypatch:
         world = World(monkeypatch, lambda cell: load if not sudden or len(world.done) > 5 else 1.0)
-        report = table(
-            base, tmp_path_factory.mktemp("run"), minutes=minutes, n=REPETITIONS, preset=preset, watched=base
-        )
+        report = table(base, tmp_path_factory.mktemp("run"), minutes=minutes, n=REPETITIONS, **more)
     found = counts(report)
     assert found[0::2] == found[1::2], "a pair is measured as a whole"
     assert found[0] or preset == "report", "the first pair always runs, but the minutes of a report are a promise"
@@ -188,7 +187,7 @@ def test_a_group_is_begun_if_it_fits_by_the_time_that_the_last_jobs_alike_took(
 
 
 def test_the_recording_for_the_page_comes_behind_the_first_pair(base: Cell, world: World, tmp_path: Path) -> None:
-    report = table(base, tmp_path, watched=base)
+    report = table(base, tmp_path, watched=True)
     assert world.done[2] == "watch"
     assert report["failures"] == []
 
@@ -196,11 +195,11 @@ def test_the_recording_for_the_page_comes_behind_the_first_pair(base: Cell, worl
 def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell, world: World, tmp_path: Path) -> None:
     asked: list[Cell] = []
     world.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None
-    table(base, tmp_path, minutes=0, watched=base.but(fast=True, exact=True, batch_size=8, text="a"))
+    table(cell := base.but(fast=True, exact=True, text="a"), tmp_path, minutes=0, watched=True)
     assert [(cell.engine, cell.fast, cell.exact, cell.text) for cell in asked] == [("llama", False, False, None)]
     (kept,) = tmp_path.glob("*/watch.html")
     assert "3 steps after" in kept.read_text()
-    table(base, tmp_path, minutes=0, watched=base, resume=True)
+    table(cell, tmp_path, minutes=0, watched=True, resume=True)
     assert len(asked) == 1, "what is there is not recorded again"
 
 
@@ -249,11 +248,11 @@ def test_a_run_is_resumed_under_another_name_of_the_machine_which_is_then_none_b
 
 
 def test_only_a_run_of_the_same_cells_and_this_schema_is_resumed(base: Cell, tmp_path: Path) -> None:
-    asked = plan_report("table", base, engines=[], kinds=[], budget=1)
+    asked, _ = plan_report("table", base, budget=1)
     with pytest.raises(ValueError, match="nothing to resume"):
         resumed_run(tmp_path, asked)
     (folder, _), *others = (new_run(tmp_path, asked) for _ in range(5))
-    other = plan_report("table", base.but(output_len=5), engines=[], kinds=[], budget=1)
+    other, _ = plan_report("table", base.but(output_len=5), budget=1)
     with pytest.raises(ValueError, match="nothing to resume"):
         resumed_run(tmp_path, other)
     kept = json.dumps(asked)
@@ -306,6 +305,6 @@ def test_repetitions_of_another_machine_or_commit_are_not_put_into_one_table(
 
 
 def test_the_name_of_each_job_is_told_while_it_runs(base: Cell, world: World) -> None:
-    report, told = plan_report("table", base, engines=[], kinds=[], budget=0), list[str]()
-    Run(report, groups_of(report), waiting=told.append).measure()
+    told = list[str]()
+    Run(*plan_report("table", base, budget=0), waiting=told.append).measure()
     assert list(dict.fromkeys(told)) == [*FOUR, *CURVES]

@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Cell:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Here:
-    monkeypatch.setattr(presets, "WATCHED_STEPS", 3)
+    monkeypatch.setitem(presets.RECORDING, "steps", 3)
     return jobs_here(monkeypatch, lambda kind, cell: cell.name if kind == "cell" else kind)
 
 

@@ -237,7 +237,7 @@ def test_a_plan_can_compare_texts_with_guesses_and_without(tmp_path: Path, monke
 def test_a_cell_of_quality_has_needles_at_its_own_context_alone(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny", max_seq_len=1024, **NATIVE_SIZES)
     point = Point(str(model), "quality", 512, 1, "int8")
-    assert sweep._kind_jobs(point, point.cell())[0]["needle_lengths"] == [512]
+    assert sweep._kind_plan(point, point.cell())["needle_lengths"] == [512]
 
 
 def test_a_cell_of_quality_is_judged_on_a_text_of_ones_own_whose_content_is_in_its_id(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_cell_of_quality_is_judged_on_a_text_of_ones_own_whose_content_is_in_i
     (file := tmp_path / "own.txt").write_text("a pear. " * 300)
     plan = f"models = ['{model}']\ntasks = ['generate', 'quality']\nkinds = ['int8']\ncontexts = [128]\ntext = '{file}'"
     generated, point = read_plan(plan)
-    assert sweep._kind_jobs(point, point.cell())[0]["text"] == str(file)
+    assert sweep._kind_plan(point, point.cell())["text"] == str(file)
     file.write_text("a pair. " * 300)
     assert [one.id for one in read_plan(plan)] != [generated.id, point.id]
     assert read_plan(plan)[0].id == generated.id, "which does not read it"
@@ -271,7 +271,8 @@ def test_a_task_that_dies_leaves_the_others_of_its_cell_and_a_model_that_cannot_
 
     jobs = [Job(task, task, Cell(), 0) for task in ("fwe", "vt", "cwe")]
     monkeypatch.setattr("llama.bench.plan.run_job", do)
-    monkeypatch.setattr(sweep, "_kind_jobs", lambda *_: ({}, jobs))
+    monkeypatch.setattr(sweep, "_kind_plan", lambda *_: {})
+    monkeypatch.setattr(sweep, "kind_jobs", lambda *_: jobs)
     monkeypatch.setattr(Point, "cell", lambda _: Cell())
     wrong: tuple[str, Exception] = ("vt", JobDied("gone"))
     report = sweep.measure(Point("demo", "ruler", 64, 1, "static"))

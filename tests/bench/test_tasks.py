@@ -12,6 +12,7 @@ from bench_reports import caches_report
 from fakes import Bytes
 from tiny import tiny_model
 
+from llama.bench.cell import Cell
 from llama.bench.merged import with_ratios
 from llama.bench.presets import kind_groups
 from llama.bench.report.tables import figure_tables
@@ -87,9 +88,8 @@ def test_flags_of_tasks_are_those_of_the_preset_and_contexts_may_be_listed() -> 
 
 def test_a_task_is_done_for_all_kinds_or_for_none() -> None:
     """Scores of different kinds are only meaningful together."""
-    report = caches_report(["static", "int8"])
-    report["plan"]["tasks"] = [{"task": "vt", "context": 512, "samples": 2, "seed": 1, "tokens": 900, "steps": 60}]
-    first, *_ = kind_groups(report)
+    tasks = [{"task": "vt", "context": 512, "samples": 2, "seed": 1, "tokens": 900, "steps": 60}]
+    (first,) = kind_groups([Cell(kv_cache=kind) for kind in ("static", "int8")], {"tasks": tasks})
     assert [(job.kind, job.name) for job in first.jobs] == [
         ("cache_task", "static: vt at 512 tokens"),
         ("cache_task", "int8: vt at 512 tokens"),

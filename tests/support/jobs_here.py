@@ -10,8 +10,8 @@ import pytest
 from llama.bench import comparisons, plan, presets
 from llama.bench.cell import Cell
 from llama.bench.plan import Run
-from llama.bench.presets import groups_of
-from llama.bench.report.files import RESULTS, keep_steps, steps_of, write_json
+from llama.bench.presets import Group
+from llama.bench.report.files import RESULTS, keep_steps, write_json
 from llama.bench.run import step_times, worker
 from llama.bench.run.directory import new_run, resumed_run
 from llama.bench.schema import Report
@@ -50,16 +50,13 @@ def jobs_here(monkeypatch: pytest.MonkeyPatch, label: Callable[[str, Cell], str]
     return here
 
 
-def run_of(
-    report: Report, out: Path, *, resume: bool = False, repetitions: int = 1, watched: Cell | None = None
-) -> Run:
+def run_of(planned: tuple[Report, list[Group]], out: Path, *, resume: bool = False, repetitions: int = 1) -> Run:
     """Return a run of a preset's report under `out`, or of the newest one there, which continues."""
-    folder, report = (resumed_run if resume else new_run)(out, report)
+    folder, report = (resumed_run if resume else new_run)(out, planned[0])
 
     def save(page: str | None) -> None:
         write_json(report, folder / RESULTS)
         if page is not None:
             keep_steps(folder, page)
 
-    watched = None if steps_of(folder) else watched
-    return Run(report, groups_of(report, watched), repetitions=repetitions, save=save)
+    return Run(report, planned[1], repetitions=repetitions, save=save)
