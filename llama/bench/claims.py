@@ -13,11 +13,10 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from llama.bench.comparisons import SAME_TEXT
-from llama.bench.report.tasks import mean_interval
-from llama.bench.schema import Report, Row, cell_row, differing, rows_of
-from llama.bench.statistics import LEAST_SAMPLES
+from llama.bench.schema import REPEATED, Report, Row, cell_row, differing, rows_of
+from llama.bench.statistics import samples_of
 from llama.bench.sweep import Point, points_of
-from llama.bench.two_reports import ratio_interval
+from llama.quality.intervals import LEAST_SAMPLES, mean_interval, ratio_interval
 
 CONFIRMED, REFUTED, NOT_DECIDED = "confirmed", "refuted", "not decided"
 BOUNDS: dict[str, Callable[[float, float], bool]] = {
@@ -32,6 +31,14 @@ BASE: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "threads": 1}  # of al
 QUALITY: dict[str, Any] = {"tasks": ["quality"], "contexts": [768], "greedy_tokens": 0, "fast": True}
 HEADS = ["llama-kv claim", "wording", "source", "confirmed if", "figure (95 % interval)", "verdict"]
 EXACT = ("bytes", ".equal")  # figures without an interval
+COLUMNS = {  # that a rule can name
+    "cell": (*sorted(REPEATED - {"other_load_cores"}), "cache_bytes", "weights_bytes", "read_bytes", "step_read_bytes"),
+    "comparison": ("equal",),
+    "step": ("step_seconds", "cache_bytes"),
+    "quality": ("nlls", "kls", "step_seconds", "cache_bytes"),
+    "task": ("scores", "scores_question_seen", "answer_lens", "answer_lens_question_seen", "cache_bytes"),
+}
+OF_TASK = {"generate": ("cell", "comparison"), "costs": ("step",), "quality": ("quality", "task")}  # others: task
 BLIND = 3  # n equal scores do not show what happens in 3 / n of all: Hanley and Lippman-Hand, JAMA 1983
 
 
@@ -122,7 +129,10 @@ def _checked(name: str, entry: Any) -> Claim:
     if not claim.plan and not all("kind" in side for side in claim.sides):
         raise ValueError(f"{rule} has a side without a kind; give each a kind, or the claim a plan")
     for side in claim.sides:
-        claim.point(side)
+        made_by = OF_TASK.get(claim.point(side).task, ("task",))
+        known = [f"{figures}.{column}" for figures in made_by for column in COLUMNS[figures]]
+        if side["figure"] not in known:
+            raise ValueError(f"{rule} has figure={side['figure']!r:.80}; known of its cell are {', '.join(known)}")
     return claim
 
 
@@ -176,10 +186,8 @@ def _row(report: Report, side: Mapping[str, Any]) -> Row:
 
 
 def _samples(row: Row, side: Mapping[str, Any]) -> list[float]:
-    """Return the samples of a figure: one if it is exact. Of a cell's steps, the median of a repetition is a sample."""
-    value = row[side["figure"].partition(".")[2]]
-    each = value if isinstance(value, list) else [value]
-    values = [median(one) if isinstance(one, list) else one + 0.0 for one in each]
+    """Return the samples of a figure: one if it is exact."""
+    values = samples_of(row, side["figure"].partition(".")[2])
     if side["figure"].endswith(EXACT):
         return values[:1]
     if len(values) < LEAST_SAMPLES:

@@ -99,11 +99,11 @@ def _joined(report: Report) -> tuple[list[Row], list[str]]:
     """
     first: dict[tuple[Any, ...], list[Row]] = {}
     rows, why = [], []
-    judged = {_key(report, row) for row in report["rows"] if row.get("digest") is not None}
+    measured = {_key(report, row) for row in report["rows"] if row.get("cache_bytes") is not None}
     for row in report["rows"]:
         if row.get("digest") is None:
-            left_out = "predicted_cache_bytes" in row and row.get("cache_bytes") is None
-            if not (left_out and _key(report, row) in judged):  # else another run has judged it
+            predicted = "predicted_cache_bytes" in row and row.get("cache_bytes") is None
+            if not (predicted and _key(report, row) in measured):  # else another run has measured it
                 rows.append(row)
             continue
         known = first.setdefault(_key(report, row), [])

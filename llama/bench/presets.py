@@ -93,7 +93,7 @@ def plan_report(
 
 
 def checked(cells: Sequence[Cell], base: Cell, args: ModelArgs | None = None) -> list[Cell]:
-    """Return cells with the digests of their code. Raises ValueError for wrong modes, and with `args` for long texts."""
+    """Return cells with the digests of their code. Raises ValueError for wrong modes, and lengths over `args`."""
     for cell in cells:
         check_cell(cell)
         if cell.from_file != base.from_file:

@@ -1,9 +1,8 @@
 """Many values of one figure as a spread, and the figures of a cell that follow from its repetitions."""
 
 import math
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 from llama.bench.cell import Cell
@@ -12,20 +11,6 @@ from llama.host.machine import Ceilings
 
 LEAST_REPETITIONS = 3  # that show how a time varies: of two, either may be the noisy one
 WIDE = 1.5  # a ratio whose range ends at more than so many times its beginning is shown with it
-# Of 1,000 pairs of equal runs (log-normal), the interval misses 1 in 11 % with 3 samples each, 7 % with 4, 5 % with 5.
-LEAST_SAMPLES = 5
-RESAMPLES = 2000
-
-
-def bootstrap_interval(resampled: Callable[[random.Random], float], *, seed: int = 1) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of a figure, which `resampled` computes from resampled data.
-
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
-    """
-    dice = random.Random(seed)
-    found = sorted(resampled(dice) for _ in range(RESAMPLES))
-    tail = round(0.025 * RESAMPLES)
-    return found[tail], found[-1 - tail]
 
 
 class Spread(TypedDict):
@@ -49,6 +34,13 @@ def values_of(row: Row, column: str) -> list[float]:
     values = row.get(column) or []
     assert isinstance(values, list)
     return [one for each in values for one in (each if isinstance(each, list) else [each]) if one is not None]
+
+
+def samples_of(row: Row, column: str) -> list[float]:
+    """Return the samples of a figure, one for each repetition: of a cell's steps, which are alike, their median."""
+    values = row[column] if isinstance(row[column], list) else [row[column]]
+    known = [one for one in values if one not in (None, [])]
+    return [statistics.median(one) if isinstance(one, list) else one + 0 for one in known]
 
 
 def spread(row: Row, column: str) -> Spread | None:

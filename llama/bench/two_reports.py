@@ -4,15 +4,15 @@ Knows no files. Figures with samples are times and peaks of memory, of which les
 which more is better. Figures that follow from them, such as tokens per second, are left out.
 """
 
-import random
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from llama.bench.report.columns import NO_DIFFERENCE, NOT_JUDGED, Table, column
-from llama.bench.report.tasks import mean_interval, minus_full, with_interval
+from llama.bench.report.tasks import minus_full, with_interval
 from llama.bench.schema import KEYS, REPEATED, Report, Row, cell_of, check_setups, differing
-from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
+from llama.bench.statistics import samples_of
+from llama.quality.intervals import mean_interval, ratio_interval
 
 FACTS = ("cpu", "cpu_capability", "cores", "threads", "gpu", "torch")  # of the environment
 SAMPLED = REPEATED - {"other_load_cores", "proposed", "accepted"}
@@ -83,33 +83,16 @@ def _minus(score: str, b: Row, a: Row) -> list[float] | None:
     return minus_full(b, a).get(score.replace("score", "minus_full"), []) if same else []
 
 
-def ratio_interval(a: list[float], b: list[float], *, seed: int = 1) -> tuple[float, float] | None:
-    """Return the 95 % percentile bootstrap interval of median(b) / median(a).
-
-    It is None with fewer than LEAST_SAMPLES on a side, or if A has a sample that is not positive.
-    """
-    if min(len(a), len(b)) < LEAST_SAMPLES or min(a) <= 0:
-        return None
-
-    def ratio(dice: random.Random) -> float:
-        return median(dice.choices(b, k=len(b))) / median(dice.choices(a, k=len(a)))
-
-    return bootstrap_interval(ratio, seed=seed)
-
-
 def _samples(report: Report) -> dict[tuple[Any, ...], tuple[Row, list[float]]]:
     """Return the row and the samples of every measured figure, by what identifies it; the key ends in its names.
 
-    A repetition of a cell is one sample of its step: the median, because steps of one process are not independent.
     Raises TypeError for a value that is not a number.
     """
     found: dict[tuple[Any, ...], tuple[Row, list[float]]] = {}
     for row in report["rows"]:
         for name in (name for name in row if name in SAMPLED | SINGLE):
-            values = row[name] if isinstance(row[name], list) else [row[name]]
-            if known := [one for one in values if one not in (None, [])]:
-                each = [median(one) if isinstance(one, list) else one for one in known]
-                found[*_identity(report, row), name] = row, [value + 0 for value in each]
+            if values := samples_of(row, name):
+                found[*_identity(report, row), name] = row, values
     return found
 
 

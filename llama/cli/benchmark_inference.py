@@ -24,9 +24,18 @@ if TYPE_CHECKING:
 # A check is violated; a cell died or was refused; with --strict, a cell was measured under load. The exit codes of all
 # commands are in docs/files.md.
 VIOLATED, DIED, NOISY = 3, 1, 4
-# Flags that a preset decides itself.
-OF_A_CELL = ("batch_size", "kv_caching", "repeats", "compare")
-OF_A_TEXT = ("input_len", "output_len", "logits")
+# What each preset takes, and a single cell; other flags belong to all of them.
+PRESETS = ("table", "caches", "chat", "report")
+TAKEN_BY = {
+    **dict.fromkeys(("batch_size", "kv_caching", "repeats", "compare"), ("cell",)),
+    **dict.fromkeys(("input_len", "output_len"), ("cell", "table", "report")),
+    **dict.fromkeys(("logits", "speculate"), ("cell", "table")),
+    **dict.fromkeys(("contexts", "prompt_len", "task", "samples"), ("caches",)),
+    "text": ("cell", "table", "caches"),
+    "engine": ("cell", "table", "chat"),
+    "page_watch": ("table", "caches", "chat"),
+    "resume": PRESETS,
+}
 
 
 def main(
@@ -168,8 +177,8 @@ def dispatch(flags: SimpleNamespace) -> int:
             asked: dict[str, Any] = {"engines": flags.engine}
             if flags.preset == "caches":
                 asked = {"kinds": flags.kv_cache, "contexts": [int(context) for context in flags.contexts]}
-                asked |= {"text": flags.text, "prompt_len": flags.prompt_len}
-                asked |= {"tasks": flags.task, "samples": flags.samples}
+                asked |= {"tasks": flags.task}
+                asked |= {name: getattr(flags, name) for name in ("text", "prompt_len", "samples")}
             elif flags.preset == "report":
                 asked = {"prompts": PROMPTS}
             by_default = cell.model == "demo" and cell.ranks == 1 and flags.preset != "report"
@@ -191,33 +200,19 @@ def base_cell(flags: SimpleNamespace) -> Cell:
     """Return the single cell, or the cell that those of a preset are made from. Raises ValueError."""
     from llama.bench.run.models import engine_class, make_cell
 
-    own: Modes = {
-        "engine": "llama",
-        "fast": flags.fast,
-        "quantize": flags.quantize,
-        "activations": flags.activations,
-    }
+    own: Modes = {"engine": "llama", "fast": flags.fast, "quantize": flags.quantize, "activations": flags.activations}
     for words in flags.engine:
         engine_class(read_engine(words)["engine"]).package()
     has_text = flags.preset in ("caches", "chat")  # of its own, of which this is the least
+    named = ("model", "ckpt_dir", "device", "dtype", "kv_caching", "tokenizer_path", "speculate", "logits", "exact")
     return make_cell(
-        model=flags.model,
-        ckpt_dir=flags.ckpt_dir,
-        device=flags.device,
-        dtype=flags.dtype,
+        **{name: getattr(flags, name) for name in (*named, "threads", "seed")},
         batch_size=flags.batch_size or 1,
         input_len=64 if has_text else 256 if flags.input_len is None else flags.input_len,
         output_len=1 if has_text else 32 if flags.output_len is None else flags.output_len,
-        kv_caching=flags.kv_caching,
         **(one_engine(flags.engine, own) if flags.preset is None else own),
-        tokenizer_path=flags.tokenizer_path,
         text=None if flags.preset == "caches" else flags.text,
         kv_cache=flags.kv_cache[0] if flags.kv_cache and flags.preset != "caches" else "static",
-        speculate=flags.speculate,
-        logits=flags.logits,
-        exact=flags.exact,
-        threads=flags.threads,
-        seed=flags.seed,
     )
 
 
@@ -241,9 +236,14 @@ def one_engine(engine: list[str], flags: Modes) -> Modes:
 
 def check_flags(flags: SimpleNamespace) -> None:
     """Raise ValueError for flags that would be ignored."""
-    preset = flags.preset
-    if preset not in (None, "table", "caches", "chat", "report"):
-        raise ValueError(f"--preset={preset} is not known; choose table, caches, chat or report")
+    preset, defaults = flags.preset, main.__kwdefaults__ or {}
+    if preset not in (None, *PRESETS):
+        raise ValueError(f"--preset={preset} is not known; choose {', '.join(PRESETS[:-1])} or {PRESETS[-1]}")
+    for name, taken_by in TAKEN_BY.items():
+        if getattr(flags, name) != defaults[name] and (preset or "cell") not in taken_by:
+            known = " or ".join(f"--preset {one}".replace("--preset cell", "a single cell") for one in taken_by)
+            what = "a single cell" if preset is None else f"--preset {preset}"
+            raise ValueError(f"--{name} cannot be combined with {what}; leave it out, or use it with {known}")
     if flags.budget is None:
         flags.budget = 5.0 if preset == "report" else 15.0
     if flags.text is not None and flags.input_len is not None:
@@ -255,33 +255,12 @@ def check_flags(flags: SimpleNamespace) -> None:
     flags.contexts = [context for words in flags.contexts for context in words.split(",")]
     if not all(context.isdecimal() for context in flags.contexts):
         raise ValueError(f"--contexts {' '.join(flags.contexts)} must be numbers of tokens, such as --contexts 8192")
-    if preset != "caches" and flags.contexts:
-        raise ValueError("--contexts: only --preset caches times steps at lengths of your choice")
-    if preset != "caches" and flags.prompt_len is not None:
-        raise ValueError("--prompt_len: only --preset caches scores the tokens behind a prompt")
-    if preset != "caches" and flags.task:
-        raise ValueError("--task: only --preset caches judges kinds by tasks")
     if flags.samples is not None and not flags.task:
         raise ValueError("--samples counts the samples of a task; name a task, such as --task ruler")
     if preset != "caches" and len(flags.kv_cache) > 1:
         raise ValueError("--kv_cache: a cell has one kind of cache; several need --preset caches")
-    if preset is None:
-        if flags.resume:
-            raise ValueError("--resume continues a preset; name it with --preset")
-        if flags.page_watch:
-            raise ValueError("--page_watch adds to a preset's page, and a single cell has none; name one with --preset")
-        if len(flags.engine) > 1:
-            raise ValueError("--engine: a single cell has one engine; several need --preset table")
-        return
-    decided = OF_A_CELL + (OF_A_TEXT if preset in ("caches", "chat") else ())
-    decided += ("text",) if preset in ("chat", "report") else ()
-    decided += ("engine",) if preset in ("caches", "report") else ()
-    decided += ("logits", "page_watch") if preset == "report" else ()
-    decided += ("speculate",) if preset != "table" else ()
-    defaults = main.__kwdefaults__ or {}
-    given = [f"--{name}" for name in decided if getattr(flags, name) != defaults[name]]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot be combined with --preset {preset}; leave it out")
+    if preset is None and len(flags.engine) > 1:
+        raise ValueError("--engine: a single cell has one engine; several need --preset table")
 
 
 def check_minutes(name: str, minutes: float) -> None:

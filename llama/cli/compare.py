@@ -12,10 +12,10 @@ from llama.bench.report.contents import NOISY, is_noisy
 from llama.bench.report.files import RESULTS
 from llama.bench.report.text import markdown
 from llama.bench.schema import SCHEMA
-from llama.bench.statistics import LEAST_SAMPLES
 from llama.bench.two_reports import WORSE, comparison_table, differences, figures
 from llama.host import console
 from llama.host.files import check_writable, replace_file
+from llama.quality.intervals import LEAST_SAMPLES
 from llama.untrusted.files import read_regular
 from llama.untrusted.json_object import parse_object
 

@@ -27,6 +27,7 @@ from llama.bench.texts import read_corpus
 from llama.cli import benchmark_inference as script
 from llama.host.cores import OtherLoad
 from llama.kv_cache import KVCache
+from llama.quality import intervals
 from llama.quality.perplexity import compare
 from llama.quality.samples import Sample
 from llama.streaming import encode_prompt
@@ -52,7 +53,7 @@ def on_little_text(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Do the jobs in this process, on little text, beside no other work."""
     monkeypatch.setattr(presets, "KIND_CONTEXTS", (32, LENGTH, 512))
     monkeypatch.setattr(presets, "LENGTH", LENGTH)
-    monkeypatch.setattr(cache_kind, "BLOCK", 6)
+    monkeypatch.setattr(intervals, "BLOCK", 6)
     monkeypatch.setattr(presets, "NEEDLE_LENGTHS", (120,))
     monkeypatch.setattr(presets, "SCORED", SCORED)
     monkeypatch.setattr(presets, "MOST_SCORED", SCORED)

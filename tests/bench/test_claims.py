@@ -1,6 +1,7 @@
 """Published claims: the page names what the file has, every rule can be judged by its plan, and a verdict is earned."""
 
 import re
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from bench_reports import check
 from refusals import unrefused
 
+from llama.bench import claims
 from llama.bench.cell import Cell
-from llama.bench.claims import CONFIRMED, NOT_DECIDED, REFUTED, Claim, as_row, judge, read_claims
+from llama.bench.claims import COLUMNS, CONFIRMED, NOT_DECIDED, REFUTED, Claim, _checked, as_row, judge, read_claims
 from llama.bench.report.files import write_json
 from llama.bench.schema import Report, Row, cell_row, new_report
 from llama.bench.sweep import Point, file_of
@@ -21,7 +23,7 @@ from llama.cli.claim import main
 DOCS = Path(__file__).parents[2] / "docs"
 CLAIMS = read_claims()
 JUDGED = [claim for claim in CLAIMS.values() if claim.rule]
-ROWS_OF_TASK = {"generate": {"cell", "comparison"}, "costs": {"step"}, "quality": {"quality"}, "ruler": {"task"}}
+ENTRIES = tomllib.loads((Path(claims.__file__).with_name("claims.toml")).read_text("utf-8"))
 SETUP = {"machine": "a", "cpu": "EPYC", "threads": 2, "commit": "c"}
 
 
@@ -39,13 +41,13 @@ def test_the_page_has_the_name_wording_source_and_rule_of_every_claim_and_its_ve
 @pytest.mark.parametrize("claim", JUDGED, ids=lambda claim: claim.name)
 def test_a_rule_names_figures_that_its_plan_makes_and_has_one_bound(claim: Claim) -> None:
     columns = re.findall(r"^\| `(\w+)` \|", (DOCS / "benchmark_json.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {column for known in COLUMNS.values() for column in known} <= {*columns}
+    assert _checked(claim.name, ENTRIES[claim.name]).sides == claim.sides
     for side in claim.sides:
         figures, _, column = side["figure"].partition(".")
-        point = claim.point(side)  # raises ValueError if it is not one cell
-        assert figures in ROWS_OF_TASK[point.task.partition(":")[0]]
-        assert figures != "comparison" or dict(point.settings)["compare"]
-        assert not (figures == "cell" and column.endswith("seconds")) or dict(point.settings)["repeats"] >= 5
-        assert column in columns
+        settings = dict(claim.point(side).settings)
+        assert figures != "comparison" or settings["compare"]
+        assert not (figures == "cell" and column.endswith("seconds")) or settings["repeats"] >= 5
     assert {*map(claim.point, claim.sides)} == {*claim.points}, "a cell decides nothing"
     assert isinstance(claim.bound[1], int | float)
     assert not claim.needs
@@ -239,6 +241,11 @@ WRONG = {
     ("at_most = 0.02", "at_most = 0.02, over = { kind = 'static' }"): "at most one of minus and over",
     ('of = { kind = "int4" }', 'of = { kind = "int8" }'): "claim mine: int8 is 0 cells of the plan, and must be one",
     ('["static", "int4"]', '["static", "lru"]'): "is not a known kind of cache",
+    (
+        "quality.nlls",
+        "quality.nll",
+    ): "claim mine has figure='quality.nll'; known of its cell are quality.nlls",
+    ("quality.nlls", "step.step_seconds"): "known of its cell are quality.nlls, quality.kls, quality.step_seconds",
     (OWN, NO_KIND): "the rule of claim mine has a side without a kind; give each a kind, or the claim a plan",
 }
 

@@ -14,8 +14,9 @@ from refusals import unrefused
 
 from llama.bench.report.contents import NOISY
 from llama.bench.schema import Report
-from llama.bench.two_reports import ALLOWED, BETTER, SAME, WORSE, Figure, differences, figures, ratio_interval
+from llama.bench.two_reports import ALLOWED, BETTER, SAME, WORSE, Figure, differences, figures
 from llama.cli.compare import main
+from llama.quality.intervals import ratio_interval
 
 TIMES = ("seconds", "first_token_seconds", "step_seconds")
 

@@ -133,13 +133,20 @@ def test_quality_is_compared_and_merged_across_machines_if_the_digests_agree() -
         assert words in conflict["reading"]
 
 
-def test_a_kind_that_one_run_left_out_and_another_judged_has_one_row() -> None:
-    lacking = quality_of("int8", None)
-    (row,) = rows_of(lacking, "quality")
-    lacking["rows"] = [one for one in lacking["rows"] if one["figures"] == "cell"]
-    lacking["rows"].append({name: row[name] for name in ("figures", "cell", "context", "predicted_cache_bytes")})
-    for reports in ([lacking, quality_of("int8", "x")], [quality_of("int8", "x"), lacking], [lacking]):
-        assert len(rows_of(merged(reports), "quality")) == 1
+def test_a_kind_that_one_run_left_out_and_another_measured_has_one_row() -> None:
+    """On any setup: bytes that were not measured are never beside those that were."""
+    other = {**SETUP, "machine": "b"}
+    for figures in ("quality", "step"):
+        whole = quality_of("int8", "x", other)
+        whole["rows"] += [row for row in rows_of(caches_report(["int8"]), "step") if row["context"] == 2048]
+        lacking = quality_of("int8", None)
+        (row,) = rows_of(whole, figures)
+        lacking["rows"] = [one for one in lacking["rows"] if one["figures"] == "cell"]
+        names = ("figures", "cell", "context", "predicted_cache_bytes", "batch_size", "kv_caching")
+        lacking["rows"].append({name: row[name] for name in names if name in row})
+        for reports in ([lacking, whole], [whole, lacking]):
+            assert [one["cache_bytes"] for one in rows_of(merged(reports), figures)] == [row["cache_bytes"]]
+        assert len(rows_of(merged([lacking]), figures)) == 1
 
 
 def test_scores_are_compared_sample_by_sample_with_the_full_cache_of_the_same_inputs() -> None:

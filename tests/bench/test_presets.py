@@ -48,6 +48,7 @@ def test_presets_measure_at_the_sizes_that_the_documentation_names() -> None:
     assert (plan.REPETITIONS, presets.BATCHES) == (5, (1, 8, 16))
     assert (presets.AGREED_ON, presets.KIND_CONTEXTS) == (1024, (1024, 8192))
     assert (presets.LENGTH, presets.SCORED, presets.GREEDY) == (2048, 256, 64)
+    assert tuple(presets.PRESETS) == script.PRESETS
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -208,17 +209,17 @@ REFUSED = {
     "--budget -1 --preset table": "--budget=-1.0",
     "--budget inf --preset table": "--budget=inf",
     "--wait_until_quiet nan": "--wait_until_quiet=nan",
-    "--preset table --batch_size 4 --compare": "--batch_size, --compare cannot be combined with",
-    "--preset report --engine transformers --logits all": "--engine, --logits cannot be combined with",
+    "--preset table --batch_size 4": "with --preset table; leave it out, or use it with a single cell",
+    "--preset report --engine transformers": "--engine cannot be combined with --preset report",
     "--preset caches --engine transformers": "--engine cannot be combined with --preset caches",
-    "--preset chat --input_len 9 --text a": "leave out --input_len",
+    "--preset chat --input_len 9": "--input_len cannot be combined with --preset chat",
     "--preset chat --text a": "--text cannot be combined with --preset chat",
-    "--preset table --prompt_len 9": "only --preset caches scores the tokens behind a prompt",
-    "--preset table --contexts 40": "--contexts: only --preset caches times steps at lengths of your choice",
+    "--preset table --prompt_len 9": "--prompt_len cannot be combined with --preset table; leave it out, or",
+    "--preset table --contexts 40": "--contexts cannot be combined with --preset table",
     "--preset caches --contexts many": "--contexts many must be numbers of tokens",
-    "--preset chat --output_len 9 --logits=all": "--output_len, --logits cannot be combined with",
-    "--resume": "name it with --preset",
-    "--page_watch": "name one with --preset",
+    "--preset chat --logits=all": "--logits cannot be combined with --preset chat",
+    "--resume": "use it with --preset table or --preset caches or --preset chat or --preset report",
+    "--page_watch": "--page_watch cannot be combined with a single cell",
     "--json /proc/nothing/x.json": "/proc/nothing",
     "--model llama-9": "known are demo, llama-3-8b",
     "--model demo --ckpt_dir x": "give one of them",

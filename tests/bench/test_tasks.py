@@ -16,10 +16,10 @@ from llama.bench.cell import Cell
 from llama.bench.merged import with_ratios
 from llama.bench.presets import kind_groups
 from llama.bench.report.tables import figure_tables
-from llama.bench.report.tasks import mean_interval
 from llama.bench.run.tasks import plan_tasks, samples_of, task_row
 from llama.bench.schema import Report, Row
 from llama.cli import benchmark_inference as script
+from llama.quality.intervals import mean_interval
 from llama.quality.samples import Sample
 
 LINE = {"context": "a b c " * 9, "question": "?", "answers": ["c"], "metric": "contains", "max_gen_len": 4}
@@ -79,7 +79,7 @@ def test_flags_of_tasks_are_those_of_the_preset_and_contexts_may_be_listed() -> 
     script.check_flags(flags)
     assert flags.contexts == ["1024", "4096", "8192"]
     for changed, message in (
-        ({"preset": "table", "task": ["ruler"]}, "--task: only --preset caches"),
+        ({"preset": "table", "task": ["ruler"]}, "--task cannot be combined with --preset table"),
         ({"preset": "caches", "samples": 3}, "--samples counts the samples of a task"),
     ):
         with pytest.raises(ValueError, match=message):

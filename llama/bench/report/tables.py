@@ -23,10 +23,11 @@ from llama.bench.report.columns import (
 )
 from llama.bench.report.derived import crossovers, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
-from llama.bench.report.tasks import mean_interval, means, note_on, scores_of
+from llama.bench.report.tasks import means, note_on, scores_of
 from llama.bench.schema import KEYS, NO_ROOM, REPEATED, Report, Row, cell_of, rows_of
-from llama.bench.statistics import LEAST_SAMPLES, values_of
+from llama.bench.statistics import values_of
 from llama.costs import MB, size
+from llama.quality.intervals import LEAST_SAMPLES, mean_interval
 
 MARKS = {"violated": "VIOLATED", "noisy": "NOISY"}
 

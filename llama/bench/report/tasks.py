@@ -1,13 +1,12 @@
 """The scores of tasks: a row for each task, length and kind of cache, compared with the full cache sample by sample."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from statistics import fmean
 from typing import Any
 
 from llama.bench.report.columns import CANNOT_JUDGE, NO_DIFFERENCE, NOT_JUDGED, TOO_FEW, least_to_most
 from llama.bench.schema import Row
-from llama.bench.statistics import LEAST_SAMPLES, bootstrap_interval
+from llama.quality.intervals import LEAST_SAMPLES, mean_interval
 
 WAYS = {"": "minus_full", "_question_seen": "minus_full_question_seen"}  # and the column of the differences
 MOST_LOST = 8  # numbers of samples that are listed
@@ -82,16 +81,6 @@ def _lost(more: Sequence[float]) -> str:
     lost = [str(number) for number, value in enumerate(more) if value < 0]
     rest = f" and {len(lost) - MOST_LOST} more" if len(lost) > MOST_LOST else ""
     return f"{len(lost)}: {', '.join(lost[:MOST_LOST])}{rest}" if lost else "0"
-
-
-@lru_cache(maxsize=1 << 14)  # a report writes a table several times
-def mean_interval(values: tuple[float, ...]) -> tuple[float, float] | None:
-    """Return the 95 % bootstrap interval of the mean; None with fewer than LEAST_SAMPLES values."""
-    if len(values) < LEAST_SAMPLES:
-        return None
-    if len(set(values)) == 1:
-        return values[0], values[0]
-    return bootstrap_interval(lambda dice: fmean(dice.choices(values, k=len(values))))
 
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:

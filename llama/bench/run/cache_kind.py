@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import OtherLoad
 from llama.kv_cache import Cache, KVCache
 from llama.model import Transformer
+from llama.quality.intervals import means_of_blocks
 from llama.quality.perplexity import compared, next_logits
 from llama.streaming import encode_prompt
 from llama.untrusted.files import TEXT_LIMIT, read_text
 
 STEPS = 8  # timed at each context, behind one that warms up
-BLOCK = 16  # scored tokens that are one sample of an interval, because neighbours in a text are alike
 OWN_TEXT = f"llama/bench/texts/{CORPUS.name}"  # the text of a plan that names no other file
 
 
@@ -126,8 +125,7 @@ def cache_quality(cell: Cell, *, plan: dict[str, Any]) -> dict[str, Any]:
     row: Row = {"figures": "quality", "context": length, "path": path, "step_seconds": seconds[1:][-STEPS:]}
     row |= {"tokens": found.tokens, "mean_kl": found.mean_kl, "top1_agreement": found.top1_agreement}
     row |= {"nll": found.other_nll, "digest": inputs_digest(model, ids)}
-    for name, values in (("kls", found.kls), ("nlls", found.other_nlls)):
-        row[name] = [fmean(values[begin : begin + BLOCK]) for begin in range(0, scored, BLOCK)]
+    row |= {"kls": means_of_blocks(found.kls), "nlls": means_of_blocks(found.other_nlls)}
     if not math.isfinite(row["mean_kl"] + row["nll"]):
         raise ValueError(f"kv_cache={cell.kv_cache}: the model gives tokens of the text a probability of 0, or NaN")
     size = size_of(model, cache, prompt_len, length - 1)
