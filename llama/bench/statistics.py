@@ -2,12 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypedDict
 
 from llama.bench.cell import Cell
 from llama.bench.schema import Row
 from llama.host.machine import Ceilings
+from llama.quality.intervals import mean_interval
 
 LEAST_REPETITIONS = 3  # that show how a time varies: of two, either may be the noisy one
 WIDE = 1.5  # a ratio whose range ends at more than so many times its beginning is shown with it
@@ -41,6 +42,18 @@ def samples_of(row: Row, column: str) -> list[float]:
     values = row[column] if isinstance(row[column], list) else [row[column]]
     known = [one for one in values if one not in (None, [])]
     return [statistics.median(one) if isinstance(one, list) else one + 0 for one in known]
+
+
+def with_ends(row: Row, column: str, of: Callable[[float], float]) -> list[float]:
+    """Return `of` the mean of the samples in a column, and `of` the ends of its interval; of 0 without the column."""
+    samples = tuple(row.get(column, [0.0]))
+    mean = statistics.fmean(samples)
+    return [of(one) for one in (mean, *(mean_interval(samples) or (mean, mean)))]
+
+
+def percent_more(nats: float) -> float:
+    """Return by how many percent a perplexity is higher if the log-likelihood is lower by so many nats."""
+    return 100 * math.expm1(min(nats, 99))
 
 
 def spread(row: Row, column: str) -> Spread | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama.api import pick_cache
+from llama.args import ModelArgs
 from llama.bench.cell import Cell
 from llama.bench.comparisons import OtherSetup
 from llama.bench.plan import Run
@@ -40,6 +41,8 @@ from llama.bench.single import measure_cell
 from llama.costs import RELEASED
 from llama.host.files import lock_file
 from llama.host.version import code_digest, content_digest
+from llama.kv_cache import Cache, cache_kind
+from llama.kv_cache.names import read_kind
 from llama.quality.ruler import TASKS
 
 GENERATE, OFF = "generate", "off"  # the task of a single cell; the kind that stands for no cache
@@ -113,10 +116,11 @@ def read_plan(text: str) -> list[Point]:
 
 def points_of(plan: Mapping[str, Any]) -> list[Point]:
     """Return the points of a plan, group by group. Raises ValueError for a name or a value that no cell can have."""
-    if unknown := plan.keys() - {*AXES, *SETTINGS}:
-        raise ValueError(f"the plan has {sorted(unknown)[0]!r}; known are {', '.join([*AXES, *SETTINGS])}")
+    lists = {**{name: type(default[0]) for name, default in AXES.items()}, "ratios": float}
+    if unknown := plan.keys() - {*lists, *SETTINGS}:
+        raise ValueError(f"the plan has {sorted(unknown)[0]!r}; known are {', '.join([*lists, *SETTINGS])}")
     for name, value in plan.items():
-        kind, values = (SETTINGS[name], [value]) if name in SETTINGS else (type(AXES[name][0]), value)
+        kind, values = (SETTINGS[name], [value]) if name in SETTINGS else (lists[name], value)
         is_list = isinstance(values, list) and bool(values) and all(type(one) is kind for one in values)
         if not is_list or len(set(values)) < len(values):
             what = "of the type" if name in SETTINGS else "a list of different values of the type"
@@ -124,6 +128,7 @@ def points_of(plan: Mapping[str, Any]) -> list[Point]:
     axes = {name: plan.get(name, default) for name, default in AXES.items()}
     settings = tuple((name, plan[name]) for name in SETTINGS if name in plan)
     _check(axes, dict(settings))
+    axes["kinds"] = with_ratios(axes["kinds"], plan.get("ratios", []))
     points = []
     for model, task, context, batch, kind in product(*axes.values()):
         if task == GENERATE:
@@ -134,6 +139,27 @@ def points_of(plan: Mapping[str, Any]) -> list[Point]:
         raise ValueError(f"the plan has no cell: no task of {', '.join(axes['tasks'])} measures the kind {OFF}")
     library, read = code_digest(), cache(content_digest)  # each file once
     return [point._replace(inputs=inputs_of(point, library, read)) for point in dict.fromkeys(points)]
+
+
+def with_ratios(kinds: Sequence[str], ratios: Sequence[float]) -> list[str]:
+    """Return kinds, each that takes a ratio once with every ratio. Raises ValueError if none takes one."""
+    if wrong := [ratio for ratio in ratios if not 0 < ratio <= 1]:
+        raise ValueError(f"the plan has ratios={wrong}, which must be above 0 and at most 1")
+    found = [[f"{kind}:{ratio:g}" for ratio in ratios if takes_ratio(kind)] or [kind] for kind in kinds]
+    if ratios and found == [[kind] for kind in kinds]:
+        raise ValueError(f"the plan has ratios, and none of its kinds takes one: {', '.join(kinds)}; leave ratios out")
+    return list(dict.fromkeys(kind for own in found for kind in own))
+
+
+def takes_ratio(kind: str) -> bool:
+    """Return whether a kind without parameters and layers can have a ratio as its parameter."""
+    if kind == OFF or read_kind(kind).params or {"@", ";"} & {*kind}:
+        return False
+    try:
+        Cache.of(ModelArgs(vocab_size=1), cache_kind(f"{kind}:0.5"))
+    except ValueError:
+        return False
+    return True
 
 
 def inputs_of(point: Point, library: str, read: Callable[[str], str]) -> str:

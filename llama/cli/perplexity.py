@@ -68,7 +68,7 @@ def main(
     facts: dict[str, object] = {"text": text, "text_tokens": len(ids), "bos": tokenizer.adds_bos, "model": ckpt_dir}
     facts |= {"dtype": dtype_name(model.norm.weight.dtype), "device": str(model.device)}
     facts |= {"execution": str(model.execution), "kv_cache": kv_cache, "prompt_len": prompt_len}
-    scored = {"perplexity": score.perplexity, **asdict(score)}
+    scored = {"perplexity": score.perplexity, "perplexity_interval": score.perplexity_interval, **asdict(score)}
     console.put(json_format.dumps({**scored, **facts}, indent=2) if json else score_lines(score, facts))
     return 0
 
@@ -79,9 +79,10 @@ def score_lines(score: Score, facts: Mapping[str, object]) -> str:
     if facts["kv_cache"] is not None:
         how = f"{facts['kv_cache']}, {facts['prompt_len']} tokens of a window in one pass, the others one by one"
     scored = f"{score.tokens:,} scored of {facts['text_tokens']:,}, {'BOS first' if facts['bos'] else 'no BOS'}"
+    ends = "" if score.perplexity_interval is None else " ({:.4f} to {:.4f})".format(*score.perplexity_interval)
     return "\n".join(
         [
-            f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f} nats a token",
+            f"perplexity {score.perplexity:.4f}{ends}, mean negative log-likelihood {score.mean_nll:.5f} nats a token",
             f"tokens     {scored}",
             f"windows    context {score.context:,}, stride {score.stride:,}",
             f"KV cache   {how}",

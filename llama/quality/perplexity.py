@@ -18,6 +18,7 @@ from llama.host.progress import progress_bar
 from llama.kv_cache import Cache
 from llama.model import Transformer
 from llama.ops import widest
+from llama.quality.intervals import mean_interval, means_of_blocks
 
 CONTEXT, PROMPT_LEN = 1024, 64  # tokens of a window, and those of them that are fed in one pass before the steps
 _CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabulary of 128,256
@@ -25,20 +26,35 @@ _CHUNK = 64  # positions whose losses are computed at a time: 32 MB for a vocabu
 
 @dataclass(frozen=True)
 class Score:
-    """The number of scored tokens of a text, and the mean of their negative log-likelihoods."""
+    """The number of scored tokens of a text, and the mean of their negative log-likelihoods with its 95 % interval.
+
+    nll_interval: of the mean, from blocks of neighbouring tokens; None if they are too few.
+    """
 
     tokens: int
     mean_nll: float
     context: int
     stride: int
+    nll_interval: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, nlls: Sequence[float], context: int, stride: int) -> "Score":
+        """Return the score of tokens, in the order of the text."""
+        return cls(len(nlls), math.fsum(nlls) / len(nlls), context, stride, mean_interval(tuple(means_of_blocks(nlls))))
 
     @property
     def perplexity(self) -> float:
         """Return exp(mean_nll), inf if that overflows."""
-        try:
-            return math.exp(self.mean_nll)
-        except OverflowError:
-            return math.inf
+        return _exp(self.mean_nll)
+
+    @property
+    def perplexity_interval(self) -> tuple[float, float] | None:
+        ends = self.nll_interval
+        return None if ends is None else (_exp(ends[0]), _exp(ends[1]))
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 709 else math.inf
 
 
 @dataclass(frozen=True)
@@ -88,15 +104,14 @@ def perplexity(model: Transformer, ids: Sequence[int], *, context: int = CONTEXT
     stride = max(context // 2, 1) if stride is None else stride
     _check_windows(model, len(ids), context=context, stride=stride)
     tokens = torch.tensor(ids, device=model.device)
-    nll, scored = 0.0, 0
+    nlls = list[float]()
     uncached = model.with_kv_caching(False)
     with progress_bar("scoring", total=len(ids) - 1, unit="token") as bar:
         for begin, first, end in windows(len(ids), context=context, stride=stride):
             logits = uncached(tokens[None, begin:end])[0]  # (end - begin, vocab)
-            nll += _nll(logits[first - 1 - begin : -1], tokens[first:end])
-            scored += end - first
+            nlls += _nlls(logits[first - 1 - begin : -1], tokens[first:end])
             bar.update(end - first)
-    return Score(scored, nll / scored, context, stride)
+    return Score.of(nlls, context, stride)
 
 
 def cached_perplexity(
@@ -110,16 +125,15 @@ def cached_perplexity(
     _check_prompt(len(ids), prompt_len=prompt_len, context=context)
     stride = context - prompt_len
     _check_windows(model, len(ids), context=context, stride=stride)
-    nll, scored = 0.0, 0
+    nlls = list[float]()
     with progress_bar("scoring", total=len(ids) - prompt_len, unit="token") as bar:
         for begin in range(0, len(ids) - prompt_len, stride):
             window = ids[begin : begin + context]
             with closing(next_logits(model, window, prompt_len=prompt_len)) as steps:
                 for logits, id in zip(steps, window[prompt_len:], strict=True):
-                    nll -= float(_log_probabilities(logits)[id])
-                    scored += 1
+                    nlls.append(-float(_log_probabilities(logits)[id]))
                     bar.update()
-    return Score(scored, nll / scored, context, stride)
+    return Score.of(nlls, context, stride)
 
 
 def next_logits(
@@ -183,10 +197,10 @@ def compared(
     return Comparison(n, sum(kls) / n, same / n, nll / n, sum(nlls) / n, kls, nlls)
 
 
-def _nll(logits: Tensor, ids: Tensor) -> float:
-    """Return the sum of the negative log-likelihoods of ids, (n,), under logits, (n, vocab), in float32 or wider."""
+def _nlls(logits: Tensor, ids: Tensor) -> list[float]:
+    """Return the negative log-likelihoods of ids, (n,), under logits, (n, vocab)."""
     parts = (slice(begin, begin + _CHUNK) for begin in range(0, len(ids), _CHUNK))
-    return math.fsum(float(F.cross_entropy(logits[part], ids[part], reduction="sum")) for part in parts)
+    return [one for part in parts for one in F.cross_entropy(logits[part], ids[part], reduction="none").tolist()]
 
 
 def _check_windows(model: Transformer, length: int, *, context: int, stride: int) -> None:

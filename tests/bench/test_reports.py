@@ -7,11 +7,12 @@ import csv
 import html
 import io
 import json
+import math
 import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import combinations, takewhile
@@ -39,7 +40,7 @@ from matplotlib.text import Text
 from llama.bench.report import files
 from llama.bench.report.columns import two_digits
 from llama.bench.report.contents import NOISY
-from llama.bench.report.derived import crossovers, growth
+from llama.bench.report.derived import by_bytes, crossovers, growth
 from llama.bench.report.files import write_report
 from llama.bench.report.pictures import (
     METADATA,
@@ -50,6 +51,7 @@ from llama.bench.report.pictures import (
     as_image,
     draw_memory,
     draw_pareto,
+    draw_quality,
     draw_speedup,
     draw_steps,
     draw_time,
@@ -60,7 +62,7 @@ from llama.bench.report.pictures import (
 from llama.bench.report.report_page import report_page
 from llama.bench.report.sentences import findings, headline, range_faster
 from llama.bench.report.tables import figure_tables
-from llama.bench.report.text import cell_text, report_csv, report_markdown, table_markdown, warnings_text
+from llama.bench.report.text import cell_text, report_csv, report_latex, report_markdown, table_markdown, warnings_text
 from llama.bench.schema import Report, cell_row
 from llama.bench.statistics import median_of
 from llama.host import palette
@@ -69,11 +71,12 @@ GOLDEN = Path(__file__).with_name("golden")
 LEFT_OUT = ["batch 8, cache on: no room in the budget", "steps at batch 1: died: gone"]
 PICTURES = {
     "table": ["time", "memory", "speedup", "steps"],
-    "caches": ["pareto"],
+    "caches": ["pareto", "quality-1", "quality-2"],
     "chat": [],
 }
 REPORTS = {"table": long_report, "caches": caches_report, "chat": chat_report}
 PAIR = [{"kv_caching": on} for on in (True, False)]
+RULES = [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
 VIOLATION = "8 x 263 in, 8 x 32 out, 2352 fed of 2296 computed"
 EVIL = "<script>alert(1)</script> | </pre><img src=http://example.org/x.png> \x1b[2J"
 
@@ -406,6 +409,8 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         "speedup": [True, True],
         "pareto": [False, True],
         "steps": [True] * 3,
+        "quality-1": [False, False],
+        "quality-2": [False, False],
     }
     assert marked == {name: expected[name] for name in drawn}
 
@@ -657,18 +662,75 @@ def test_the_largest_part_of_the_peak_is_named() -> None:
         assert f"- Highest peak, batch 1, cache on: {words}" in table_markdown(report).splitlines()
 
 
+def of_ratios(kinds: Sequence[str]) -> Report:
+    """Return a report of kinds, each with two ratios, of which the smaller one is worse."""
+    report = caches_report(["static", *(f"{kind}:{ratio}" for kind in kinds for ratio in (0.5, 0.25))])
+    for row in (row for row in report["rows"] if row["figures"] == "quality" and row["cell"]):
+        share = 0.5 if row["cell"] % 2 else 0.25
+        row |= {"of_full": share, "kls": [one * (1.1 - share) for one in (0.1, 0.2, 0.3, 0.1, 0.2)]}
+        row["nlls_minus_full"] = [one / 2 for one in row["kls"]]
+    return report
+
+
+def test_quality_against_bytes_has_a_line_for_each_kind_over_its_ratios_and_the_full_cache() -> None:
+    kinds = [f"kind-{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    figure = drawn_by(partial(draw_quality, rows=by_bytes(of_ratios(kinds))[0]), of_ratios(kinds))
+    (names,) = (legend.get_texts() for legend in figure.legends)
+    assert [text.get_text() for text in names] == ["full cache", *kinds]
+    looks = []
+    for ax in figure.axes:
+        full, *lines = ax.lines[:1] + [one.lines[0] for one in ax.containers]
+        assert [*full.get_ydata()] == [0, 0]
+        assert [[*line.get_xdata()] for line in lines] == [[0.25, 0.5]] * 26
+        looks.append({(line.get_color(), line.get_marker()) for line in lines})
+        bars = [bar.get_segments() for one in ax.containers for bar in one.lines[2]]
+        assert all(low < high for segments in bars for (_, low), (_, high) in segments), "intervals"
+    assert [len(look) for look in looks] == [26, 26], "every line has a look of its own"
+    assert lines[0].get_ydata()[1] == pytest.approx(0.18 * 0.6)
+    first = figure.axes[0].containers[0].lines[0].get_ydata()
+    assert first[1] == pytest.approx(100 * math.expm1(0.09 * 0.6)), "of the perplexity"
+    report = of_ratios(kinds[:1])
+    report["rows"] = [row for row in report["rows"] if row["cell"]]
+    assert by_bytes(report) == [], "nothing is compared without the full cache"
+
+
+def test_kinds_of_several_texts_have_a_picture_each_also_in_a_merged_report() -> None:
+    report = {**of_ratios(["a"]), "preset": "merged"}
+    longer = [{**row, "context": 4096} for row in report["rows"] if row["figures"] == "quality"]
+    report["rows"] += [*longer, *({**row, "judged": False, "context": 9} for row in longer)]
+    assert list(figures(report)) == ["quality-1", "quality-2", "quality-3"]
+
+
+def test_the_tables_for_a_paper_have_the_figures_with_their_intervals_and_escaped_names() -> None:
+    report = caches_report(["static", "int4", "window:9+4", r"my_50%\{#&~^$<|>.py:own:0.5"], command="llama-kv\nbench")
+    lines = report_latex(report).splitlines()
+    assert lines[1] == "% llama-kv bench", "a comment is one line"
+    begins = [rf"\begin{{tabular}}{{{'l' * columns}}}" for columns in (9, 8)]
+    assert [line for line in lines if line.startswith("\\")] == [begins[0], *RULES, begins[1], *RULES]
+    (own,) = (line for line in lines if "own:0.5" in line and line.startswith("2,048"))
+    signs = r"\{\#\&\textasciitilde{}\textasciicircum{}\$\textless{}\textbar{}\textgreater{}"
+    assert rf" my\_50\%\textbackslash{{}}{signs}.py:own:0.5 &" in own
+    assert own.endswith(r" \\")
+    shown = [line.removesuffix(r" \\").split(" & ") for line in lines if "int4" in line]
+    assert shown[0][2:6] == ["15.48", "0.17", "96.39", "0.0014 (0.0013 to 0.0016)"]
+    assert shown[0][6:] == ["39.346 (36.847 to 42.810)", "+0.00", "3"]
+    assert shown[1][5:] == ["40.0 (20.0 to 60.0)", "$-$60.0 ($-$80.0 to $-$40.0)", "20"]
+    assert report_latex(table_report(PAIR)) == ""
+
+
 # Files
 
 
 def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> None:
     report, folder = caches_report(["static", "int8", "int4"]), tmp_path / "results" / "today"
     paths = write_report(report, folder)
-    names = ["results.json", "report.md", "table.csv", "report.html", *(f"plots/pareto.{form}" for form in METADATA)]
+    names = ["results.json", "report.md", "table.csv", "report.html", "table.tex"]
+    names += [f"plots/{name}.{form}" for name in PICTURES["caches"] for form in METADATA]
     assert [path.relative_to(folder).as_posix() for path in paths] == names
     assert json.loads(paths[0].read_text("utf-8")) == report
-    assert paths[1].read_text("utf-8") == report_markdown(report, ["pareto"])
-    assert "![pareto](plots/pareto.png)" in report_markdown(report, ["pareto"])
-    assert paths[3].read_text("utf-8").count("<img") == 1
+    assert paths[1].read_text("utf-8") == report_markdown(report, PICTURES["caches"])
+    assert "![pareto](plots/pareto.png)" in report_markdown(report, PICTURES["caches"])
+    assert paths[3].read_text("utf-8").count("<img") == 3
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert sorted(before) == sorted(paths)  # no half-written file is left
     report["budget_minutes"] = float("nan")
@@ -718,7 +780,7 @@ def test_files_that_an_interruption_left_are_not_taken_for_edited_ones(
         with suppress(OSError):
             write_report(report, tmp_path)
     assert (caplog.text, list(tmp_path.glob("*-2.*"))) == ("", [])
-    assert (tmp_path / "report.md").read_text("utf-8") == report_markdown(report, ["pareto"])
+    assert (tmp_path / "report.md").read_text("utf-8") == report_markdown(report, PICTURES["caches"])
 
 
 LOOK = """<iframe width="%s" height="900" srcdoc="%s"></iframe><script>

@@ -89,6 +89,12 @@ def test_a_plan_is_the_product_of_its_lists_without_what_a_task_cannot_measure()
     ]
 
 
+def test_ratios_make_a_cell_of_each_kind_that_takes_one() -> None:
+    kinds = ["off", "static", "snapkv", "h2o:0.3", "static@0;snapkv", "int8"]
+    points = read_plan(f'kinds = {kinds}\nratios = [0.1, 0.5]\ntasks = ["costs"]')
+    assert [point.kind for point in points] == ["static", "snapkv:0.1", "snapkv:0.5", *kinds[3:]]
+
+
 def test_an_id_depends_on_all_of_a_point_and_on_nothing_else() -> None:
     """The digest is spelled out, because another one would measure all cells of every sweep again."""
     point = Point("demo", "generate", 256, 1, "int8", (("repeats", 3),), "a1")
@@ -160,6 +166,9 @@ REFUSED = {
     "kinds = []": "must be a list",
     "contexts = [64.0]": "contexts=[64.0], which must be a list of",
     "batch = [true]": "batch=[True], which must be a list of different values of the type int",
+    'ratios = [0.5]\nkinds = ["static", "int8"]': "ratios, and none of its kinds takes one: static, int8",
+    'ratios = [0.5, 2.0]\nkinds = ["snapkv"]': "ratios=[2.0], which must be above 0 and at most 1",
+    'ratios = [1]\nkinds = ["snapkv"]': "ratios=[1], which must be a list of different values of the type float",
     "batch = [2, 2]": "must be a list of different values",
     "contexts = [0]": "input_len=0",
     'kinds = ["lru"]': "is not a known kind of cache",

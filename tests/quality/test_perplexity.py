@@ -209,7 +209,11 @@ def score_of(checkpoint: Path, kind: str | None, tokens: int | None = None) -> S
 def test_the_command_prints_what_was_scored_and_how(checkpoint: Path, text: Path, command: Command) -> None:
     lines = command.printed(main, *words_of(checkpoint, text)).splitlines()
     score = score_of(checkpoint, None)
-    assert lines[0].startswith(f"perplexity {score.perplexity:.4f}, mean negative log-likelihood {score.mean_nll:.5f}")
+    low, high = score.perplexity_interval or (0.0, 0.0)
+    assert low < score.perplexity < high
+    shown, _, nll = lines[0].partition(", mean negative log-likelihood ")
+    assert shown == f"perplexity {score.perplexity:.4f} ({low:.4f} to {high:.4f})"
+    assert nll.startswith(f"{score.mean_nll:.5f} nats")
     assert lines[1] == f"tokens     {score.tokens} scored of {score.tokens + 1}, BOS first"
     assert lines[2:4] == ["windows    context 64, stride 32", "KV cache   off, one pass a window"]
     assert lines[4:] == [f"text       {text}", f"model      {checkpoint}, fp32 on cpu, plain"]

@@ -126,6 +126,10 @@ TABLE_COLUMNS = {
     "perplexity": Column(
         "perplexity", "of the text, fed token by token so that each reads the cache, with its 95 % interval", form=".3f"
     ),
+    "more_perplexity": Column(
+        "perplexity above full, %", "above that of the full cache, with its 95 % interval, paired by block of the text",
+        form="+.2f", missing="-",
+    ),
     "task": Column("task"),
     "score": Column("score, %", "the mean over the samples, with its 95 % interval; the question follows the prompt"),
     "difference": Column(

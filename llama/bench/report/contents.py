@@ -39,7 +39,10 @@ CHAT_TERMS = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: its tables, and the names of its pictures. A page folds it, open at first if `is_open`."""
+    """A part of a report: its tables, and the names of its pictures, up to a dash.
+
+    A page folds it, open at first if `is_open`.
+    """
 
     name: str
     tables: Sequence[Table]
@@ -55,7 +58,7 @@ def report_sections(report: Report) -> list[Section]:
     of_hand_in = [hand_in.text_table(report), hand_in.published_table(report)]
     code = hand_in.code_tables() if report["preset"] == "report" else []
     found = [
-        Section("What was measured", others, ("pareto",), is_open=True),
+        Section("What was measured", others, ("pareto", "quality"), is_open=True),
         Section("Time and memory", tables.saved_tables(report), ("time", "memory"), is_open=True),
         Section("Four texts, with the cache and without", of_hand_in[:1], is_open=True),
         Section("The lines of code that differ", code, is_open=True),

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from llama.bench.cell import FULL
 from llama.bench.report.cells import CellView, groups
+from llama.bench.report.tasks import means
 from llama.bench.schema import Report, Row, cell_of, is_measured, pairs, rows_of
 from llama.bench.statistics import LEAST_REPETITIONS, WIDE, Spread, percentiles, spread
 
@@ -140,6 +142,24 @@ def _first(row: Row, length: int) -> Spread:
     """Return the seconds of the first tokens of a cell over its repetitions."""
     both = zip(row["first_token_seconds"], row["step_seconds"], strict=True)
     return percentiles([math.fsum([first, *later[: length - 1]]) for first, later in both])
+
+
+def by_bytes(report: Report) -> list[list[Row]]:
+    """Return the rows of kinds that have a full cache beside them, which comes first: a list for each text or task.
+
+    All tasks of RULER at one length are one list.
+    """
+    whole = means(rows_of(report, "task"))
+    tasks = [row for row in rows_of(report, "task") if row["context"] not in {one["context"] for one in whole}]
+    needles = [row for row in rows_of(report, "task") if row["task"].startswith("needle") and row not in tasks]
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in [*rows_of(report, "quality"), *whole, *tasks, *needles]:
+        if row.get("of_full") and row["judged"] and row.keys() & {"kls", "scores"}:
+            cell = cell_of(report, row).but(kv_cache=FULL, code=None)
+            found.setdefault((cell, row["figures"], row["context"], row.get("task")), []).append(row)
+    pairs = [([row for row in rows if cell_of(report, row).kv_cache == FULL], rows) for rows in found.values()]
+    groups = [[*full[:1], *(row for row in rows if row not in full)] for full, rows in pairs if full]
+    return [rows for rows in groups if len(rows) > 1]
 
 
 def unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llama.bench.report.pictures import METADATA, as_file, figures
 from llama.bench.report.report_page import report_page
-from llama.bench.report.text import report_csv, report_markdown
+from llama.bench.report.text import report_csv, report_latex, report_markdown
 from llama.bench.schema import Report
 from llama.host.files import replace_file
 
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:
-    """Write report.md, table.csv, results.json, report.html, and pictures into plots/; return all paths in the folder.
+    """Write report.md, table.csv, table.tex, results.json, report.html, and pictures into plots/; return all paths.
 
-    Each file is replaced as a whole. A report.md, table.csv or report.html that was edited stays, the new file gets a
+    Each file is replaced as a whole. A file except results.json and pictures that was edited stays, the new file gets a
     numbered name, and the log names both; the digests in `report["files"]` show which files were edited. Raises
     ValueError before anything is written if a figure is not a number, and OSError if the folder cannot be written.
     """
@@ -30,6 +30,7 @@ def write_report(report: Report, folder: Path) -> list[Path]:
         "table.csv": report_csv(report).encode(),
         "report.html": report_page(report, drawn, steps).encode(),
     }
+    files |= {"table.tex": latex.encode()} if (latex := report_latex(report)) else {}
     names = {name: _free_name(folder, name, known, content) for name, content in files.items()}
     # Those of the present files as well: the writing may be interrupted before it comes to them.
     digests = {new: [*_present(folder / new), _digest(files[name])] for name, new in names.items()}

@@ -5,8 +5,11 @@ All colours are those of `llama.host.palette`.
 
 import base64
 import io
+import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import mul
 from typing import Any
 
 import matplotlib
@@ -15,56 +18,51 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from llama.bench.report.cells import cell_views, groups, in_table_order
+from llama.bench.report.cells import cell_views, groups, in_table_order, kind_names
 from llama.bench.report.columns import megabytes, two_digits
 from llama.bench.report.contents import NOISY, is_noisy
-from llama.bench.report.derived import crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
+from llama.bench.report.derived import by_bytes, crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_words
 from llama.bench.report.sentences import crossover_words, faster, in_seconds, kind_rows, range_faster
 from llama.bench.report.tables import on_or_off
-from llama.bench.schema import Report
-from llama.bench.statistics import Spread, median_of
+from llama.bench.schema import Report, Row
+from llama.bench.statistics import Spread, median_of, percent_more, with_ends
 from llama.costs import MB
-from llama.host.palette import (
-    ACTIVATIONS,
-    ALARM,
-    CACHE,
-    FACTOR,
-    GRID,
-    INK,
-    LOGITS,
-    MUTED,
-    PAPER,
-    RECOMPUTED,
-    UNNAMED,
-    WEIGHTS,
-    WORKSPACE,
-)
+from llama.host import palette
 
-COLORS = {"on": CACHE.light, "off": RECOMPUTED.light}
+
+def _colors(names: str) -> list[str]:
+    return [palette.variables()[name].light for name in names.split()]
+
+
+COLORS = dict(zip(("on", "off"), _colors("cache recomputed"), strict=True))
 MODES = {"on": "with the cache", "off": "without"}
 MARKERS = {"on": "o", "off": "s"}
-PART_COLORS = dict(zip(PARTS, (WEIGHTS, CACHE, LOGITS, ACTIVATIONS, WORKSPACE, UNNAMED), strict=True))
+PART_COLORS = dict(zip(PARTS, _colors("weights cache logits activations workspace unnamed"), strict=True))
+LINE_COLORS = _colors("cache recomputed written activations logits attention ink muted")
+LINE_MARKERS = "os^DvPX"  # 8 colours and 7 markers are 56 different lines
 METADATA = {  # that would differ from run to run, or name matplotlib's version
     "png": ["Software"], "svg": ["Date", "Creator", "Format", "Type"], "pdf": ["CreationDate", "Creator", "Producer"],
 }  # fmt: skip
 WIDTH, SMALL = 9.0, 10.0  # inches, and points of the words
 STYLE: dict[Any, Any] = {  # matplotlib's settings
     **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED.light),
-    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor"), INK.light),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), palette.MUTED.light),
+    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.labelcolor"), palette.INK.light),
     **dict.fromkeys(("font.size", "axes.labelsize", "legend.fontsize", "xtick.labelsize", "ytick.labelsize"), SMALL),
-    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": GRID.light},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": palette.GRID.light},
     "text.parse_math": False,  # a dollar sign in a name does not begin a formula
 }
 
 
 def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
-    painters = {"time": draw_time, "memory": draw_memory, "speedup": draw_speedup, "steps": draw_steps}
-    painters |= {"pareto": draw_pareto}
+    painters: dict[str, Callable[[Report], Figure | None]] = {"time": draw_time, "memory": draw_memory}
+    painters |= {"speedup": draw_speedup, "steps": draw_steps, "pareto": draw_pareto}
     if report["preset"] == "merged":  # as many cells as there are
-        return {}
+        painters = {}
+    for number, rows in enumerate(by_bytes(report), 1):
+        painters[f"quality-{number}"] = partial(draw_quality, rows=rows)
     with matplotlib.rc_context(STYLE):
         return {name: figure for name, draw in painters.items() if (figure := draw(report)) is not None}
 
@@ -91,14 +89,14 @@ def _figure(
     report: Report, words: str, tall: float, columns: int = 1, job: str = "", **grid: Any
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with its heading, empty panels side by side, and small words on what was measured below."""
-    figure = Figure((WIDTH, tall), facecolor=PAPER.light)
+    figure = Figure((WIDTH, tall), facecolor=palette.PAPER.light)
     lines = textwrap.wrap(words, 78)
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=14, weight="bold")
     cells = report["cells"]
     below = [report["model"]["name"]] if report["model"] is not None else []
     below += [job] if job else sorted({f"{cell['input_len']} tokens in, {cell['output_len']} out" for cell in cells})
     below += sorted({f"{cell['dtype']} on {cell['device']}" for cell in cells})
-    figure.text(0.01, 0.01, textwrap.shorten(", ".join(below), 110), color=MUTED.light)
+    figure.text(0.01, 0.01, textwrap.shorten(", ".join(below), 110), color=palette.MUTED.light)
     lowest = 0.5 / tall  # of the height: that line, and a legend
     figure.set_layout_engine("constrained", rect=(0, lowest, 1, 1 - lowest))
     return figure, list(figure.subplots(1, columns, squeeze=False, **grid).flat)
@@ -115,7 +113,7 @@ def _mark(report: Report, *axes: Axes) -> None:
     """Write a warning across panels that show times, if these were measured under load."""
     for ax in axes if is_noisy(report) else ():
         words = ax.text(0.5, 0.5, NOISY.replace(", ", "\n"), transform=ax.transAxes, ha="center", va="center")
-        words.set(rotation=20, fontsize=16 if len(axes) < 3 else 12, color=ALARM.light, alpha=0.35)
+        words.set(rotation=20, fontsize=16 if len(axes) < 3 else 12, color=palette.ALARM.light, alpha=0.35)
 
 
 def _log_ticks(axis: Axis) -> None:
@@ -135,12 +133,12 @@ def error_bars(spreads: Sequence[Spread]) -> list[list[float]]:
 
 def _draw_factors(ax: Axes, rows: Mapping[int, Mapping[str, Any]]) -> None:
     """Draw how many times faster a row is as a bar from zero at its place, with its range if that is wide."""
-    bars = ax.barh([*rows], [row["times_faster"] for row in rows.values()], 0.4, color=FACTOR.light)
+    bars = ax.barh([*rows], [row["times_faster"] for row in rows.values()], 0.4, color=palette.FACTOR.light)
     ends = [row.get("times_faster_range") for row in rows.values()]
     said = ["" if one is None else f" ({two_digits(one[0])}-{two_digits(one[1])})" for one in ends]
     labels = [f"{two_digits(row['times_faster'])}x{end}" for row, end in zip(rows.values(), said, strict=True)]
     ax.bar_label(bars, labels, padding=3, weight="bold")
-    ax.axvline(1, color=MUTED.light, lw=1, ls="--")
+    ax.axvline(1, color=palette.MUTED.light, lw=1, ls="--")
     ax.set_xlabel("times faster with the cache")
     ax.margins(x=0.9 if any(ends) else 0.3)
 
@@ -197,7 +195,7 @@ def draw_memory(report: Report) -> Figure | None:
     ends, stacks = [0.0] * len(views), [peak_parts(view) for view in views]
     for part in (part for part in PARTS if any(part in stack for stack in stacks)):
         widths = [stack.get(part, 0) / MB for stack in stacks]
-        bars = ax.barh(range(len(views)), widths, 0.6, ends, color=PART_COLORS[part].light, label=part)
+        bars = ax.barh(range(len(views)), widths, 0.6, ends, color=PART_COLORS[part], label=part)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     said = [f"{megabytes(peak_bytes(view))}{' predicted' * is_peak_predicted(view)}" for view in views]
     ax.bar_label(bars, said, padding=4)
@@ -216,7 +214,7 @@ def draw_steps(report: Report) -> Figure | None:
     for ax, rows, pays in zip(axes, panels, crossovers(report), strict=True):
         _draw_modes(ax, "context", rows, {"on": "on", "off": "off"}, 1e3)
         if pays["context"]:
-            ax.axvline(pays["context"], color=INK.light, lw=1.2, ls="--")
+            ax.axvline(pays["context"], color=palette.INK.light, lw=1.2, ls="--")
         ax.set_xlabel("context, tokens (log scale)")
         ax.set_title(f"batch {rows[0]['batch_size']}" + ("" if pays["context"] else ", no crossover"), fontsize=SMALL)
     axes[0].set_ylabel("time of a step, ms (log scale)")
@@ -256,18 +254,61 @@ def draw_pareto(report: Report) -> Figure | None:
     figure, axes = _figure(report, words, max(3.6, 1.2 + 0.24 * len(rows)), 2, job, sharey=True)
     for ax, name, values in zip(axes, ("KV cache, MB", "time per token, ms"), (sizes, times), strict=True):
         ax.set_yscale("symlog", linthresh=0.1)
-        ax.scatter(values, other, s=26, color=CACHE.light, zorder=3)
+        ax.scatter(values, other, s=26, color=palette.CACHE.light, zorder=3)
         front = unbeaten(values, other)
-        ax.plot([values[place] for place in front], [other[place] for place in front], color=MUTED.light, lw=1)
+        ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.MUTED.light, lw=1)
         ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
         ax.yaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("other top-1 token, % (log scale)")
     # Names stand in a column at the right, in the order of the points, each with a line to its point.
     order = sorted(range(len(rows)), key=lambda place: (-other[place], times[place]))
     for number, place in enumerate(order):
-        line: dict[str, Any] = {"arrowstyle": "-", "color": GRID.light}
+        line: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light}
         at = (1.05, 1 - (number + 0.5) / len(order))
         axes[1].annotate(rows[place]["kind"], (times[place], other[place]), at, textcoords="axes fraction", va="center",
                          arrowprops=line)  # fmt: skip
     _mark(report, axes[1])
+    return figure
+
+
+# Quality against bytes: the words at an axis, its samples, their scale, and up to which value a log axis is linear.
+PANELS: dict[str, list[tuple[str, str, Callable[[float], float], float | None]]] = {
+    "quality": [
+        ("perplexity above the full cache's, %", "nlls_minus_full", percent_more, 1.0),
+        ("mean KL, nats", "kls", float, 1e-3),
+    ],
+    "task": [
+        ("score, %", "scores", partial(mul, 100), None),
+        ("score, question seen, %", "scores_question_seen", partial(mul, 100), None),
+    ],
+}
+
+
+def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:
+    """Draw quality against bytes: a line for each kind over its ratios, and the full cache, `rows[0]`, as a line."""
+    full, lines = rows[0], dict[str, list[Row]]()
+    for row in sorted(rows[1:], key=lambda row: row["of_full"]):
+        name = re.sub(r":(?=\d)[\d.]+", "", kind_names(report)[row["cell"]])
+        lines.setdefault(name, []).append(row)
+    panels = PANELS[full["figures"]]
+    _, last, of, _ = panels[1]
+    names = sorted(lines, key=lambda name: with_ends(lines[name][-1], last, of)[0], reverse=True)
+    what, long = full.get("task", "a text"), full["context"] and f" of {full['context']:,} tokens"
+    words = f"Quality against bytes: {len(lines)} kinds of cache on {what}{long or ''}"
+    job = f"the full cache has {megabytes(full['cache_bytes'])} MB; bars: 95 % intervals"
+    figure, axes = _figure(report, words, max(4.2, 1.6 + 0.28 * len(lines)), 2, job, sharex=True)
+    for ax, (label, column, of, linear) in zip(axes, panels, strict=True):
+        ax.axhline(with_ends(full, column, of)[0], color=palette.MUTED.light, lw=1.2, ls="--", label="full cache")
+        for number, name in enumerate(names):
+            points = [with_ends(row, column, of) for row in lines[name]]
+            bars = [[max(0.0, y - low) for y, low, _ in points], [max(0.0, high - y) for y, _, high in points]]
+            look: dict[str, Any] = {"color": LINE_COLORS[number % 8], "marker": LINE_MARKERS[number % 7], "ms": 5}
+            ax.errorbar([row["of_full"] for row in lines[name]], [y for y, *_ in points], bars, label=name, lw=1.2,
+                        capsize=2, elinewidth=0.8, **look)  # fmt: skip
+        ax.set(xlabel="bytes / those of the full cache", ylabel=label)
+        if linear is not None:
+            ax.set_yscale("symlog", linthresh=linear)
+        ax.set_xlim(0, None)
+        ax.yaxis.set_major_formatter("{x:g}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", title="highest first")
     return figure

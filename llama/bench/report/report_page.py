@@ -30,7 +30,7 @@ def report_page(report: Report, figures: Mapping[str, "Figure"], steps: str | No
     ]
     body.append(f'<div class="lead">{"".join(f"<p>{escape(sentence)}</p>" for sentence in report["reading"])}</div>')
     for section in report_sections(report):
-        pictures = [drawn[name] for name in section.pictures if name in drawn]
+        pictures = [drawn[name] for name in drawn if name.partition("-")[0] in section.pictures]
         parts = [*pictures, *map(_table, section.tables)]
         body += [_folded(section.name, parts, is_open=section.is_open)] if parts else []
     if steps is not None:

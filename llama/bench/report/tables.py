@@ -5,7 +5,7 @@ Knows nothing of presets, of Markdown, HTML or of how anything was measured.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from llama.bench.report.derived import crossovers, growth, saved, step_pairs
 from llama.bench.report.peak import peak_sentence, peak_words
 from llama.bench.report.tasks import means, note_on, scores_of
 from llama.bench.schema import KEYS, NO_ROOM, REPEATED, Report, Row, cell_of, rows_of
-from llama.bench.statistics import values_of
+from llama.bench.statistics import percent_more, values_of, with_ends
 from llama.costs import MB, size
 from llama.quality.intervals import LEAST_SAMPLES, mean_interval
 
@@ -44,6 +44,8 @@ TITLES = {
 SAVED_COLUMNS = ("cell", "less_work", "times_faster", "steps_faster", "more_bytes", "bound_on", "bound_off", "n")
 STEP_COLUMNS = ("batch_size", "context", "on", "off", "times_faster", "n")
 GROWTH_COLUMNS = ("batch_size", "generated", "on_s", "off_s", "times_faster", "n")
+PAPER_COLUMNS = ("cache_bytes", "of_full", "perplexity", "more_perplexity", "mean_kl", "top1_agreement", "score",
+                 "difference")  # fmt: skip
 QUALITY_COLUMNS = ("top1_agreement", "mean_kl", "perplexity", "greedy_text")
 PREDICTED = "~"  # before bytes that were not measured
 FIRST = {"static": "", "on": "", "off": " "}  # kinds that come before the others
@@ -65,8 +67,15 @@ def figure_tables(report: Report) -> list[Table]:
     return [replace(lead, notes=[*lead.notes, *share_note(stored)]), *others] if lead else []
 
 
-def _figure_table(report: Report, figures: str, rows: list[Row]) -> Table:
-    """Return rows of one kind of figures: what names them and varies, and then all columns with values."""
+def paper_tables(report: Report) -> list[Table]:
+    """Return the figures of quality against bytes, for a paper."""
+    quality = _figure_table(report, "quality", rows_of(report, "quality"), PAPER_COLUMNS)
+    tasks = rows_of(report, "task")
+    return [table for table in (quality, _figure_table(report, "task", tasks + means(tasks), PAPER_COLUMNS)) if table]
+
+
+def _figure_table(report: Report, figures: str, rows: list[Row], wanted: Collection[str] = TABLE_COLUMNS) -> Table:
+    """Return rows of one kind of figures: what names them and varies, and then the wanted columns with values."""
     shown = [named(report, row) for row in rows]
     shown = [{**row, **with_intervals(row)} if "kls" in row else row for row in shown]
     fields = [name for name in Cell.__dataclass_fields__ if name not in ("kv_cache", "kv_caching", "threads")]
@@ -75,9 +84,8 @@ def _figure_table(report: Report, figures: str, rows: list[Row]) -> Table:
         names = [name for name in names if name != "code"]  # the kind tells it
     names += ["path"] * (len({row["path"] for row in shown if row.get("path")}) > 1)
     names += [name for name in KEYS[figures] if name not in (*names, "kv_caching")]
-    measured = [
-        name for name in TABLE_COLUMNS if name not in (*names, "path", "setup", "kind", "name", "kv_caching", "n")
-    ]
+    others = (*names, "path", "setup", "kind", "name", "kv_caching", "n")
+    measured = [name for name in TABLE_COLUMNS if name in wanted and name not in others]
     measured = [name for name in measured if any(row.get(name) is not None for row in shown)]
     if all("setup" not in row and row["kind"] in FIRST for row in shown):  # one kind
         measured = [name for name in measured if name not in ("of_full", "time_of_full")]
@@ -154,13 +162,16 @@ def _step_notes(report: Report) -> Iterator[str]:
 
 
 def with_intervals(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the divergence and the perplexity of a judged row with their 95 % intervals, as text."""
+    """Return the divergence and the perplexities of a judged row with their 95 % intervals, as text."""
     found = {}
     for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp)):
         ends = mean_interval(tuple(row.get(blocks) or ())) if row["judged"] else None
         if ends is not None and ends[0] < ends[1] < 700:
             low, high = (column(name).write(of(end)) for end in ends)
             found[name] = f"{written(row, name)} ({low} to {high})"
+    if row["judged"] and row.get("nlls_minus_full"):
+        ends = [column("more_perplexity").write(one) for one in with_ends(row, "nlls_minus_full", percent_more)]
+        found["more_perplexity"] = f"{ends[0]} ({ends[1]} to {ends[2]})" if ends[1] != ends[2] else ends[0]
     return found
 
 

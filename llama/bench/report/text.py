@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,11 +23,15 @@ from llama.bench.report.contents import (
 )
 from llama.bench.report.derived import growth
 from llama.bench.report.sentences import headline
-from llama.bench.report.tables import figure_tables, on_or_off, repetitions, saved_tables
+from llama.bench.report.tables import figure_tables, on_or_off, paper_tables, repetitions, saved_tables
 from llama.bench.schema import KEYS, REPEATED, Report
 from llama.bench.statistics import spread
 from llama.costs import MB, table
 
+LATEX = {char: f"\\{char}" for char in "&%$#_{}"} | {
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}"},
+}
 CELL_COLUMNS = (
     *("seconds", "first_token_seconds", "step_seconds", "prefill_tokens_per_second", "decode_tokens_per_second"),
     *("tensor_peak_bytes", "resident_peak_bytes", "cache_bytes", "token_forwards"),
@@ -79,7 +84,7 @@ def report_markdown(report: Report, pictures: Collection[str] = ()) -> str:
     if report["preset"] == "report":
         parts += ["## In my own words", "(Replace this line.)"]
     for section in report_sections(report):
-        shown = [f"![{name}](plots/{name}.png)" for name in section.pictures if name in pictures]
+        shown = [f"![{name}](plots/{name}.png)" for name in pictures if name.partition("-")[0] in section.pictures]
         shown += map(markdown, section.tables)
         parts += [f"## {_safe(section.name)}", *shown] if shown else []
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
@@ -99,6 +104,24 @@ def markdown(shown: Table) -> str:
     rows = [[_safe(text) for text in row] for row in shown.rows]
     drawn = table(f"**{_safe(shown.title)}**", [_safe(head) for head in shown.heads], rows)
     return f"{drawn}\n{_listed(shown.notes)}" if shown.notes else drawn
+
+
+def report_latex(report: Report) -> str:
+    """Return the figures of quality against bytes as tables of LaTeX, for the package booktabs; "" without any."""
+    made = []
+    for shown in paper_tables(report):
+        lines = [" & ".join(map(_latex, row)) + r" \\" for row in [shown.heads, *shown.rows]]
+        begin = rf"\begin{{tabular}}{{{'l' * len(shown.heads)}}}"
+        made.append("\n".join([f"% {_latex(shown.title)}", begin, r"\toprule", lines[0], r"\midrule", *lines[1:],
+                               r"\bottomrule", r"\end{tabular}", ""]))  # fmt: skip
+    head = [f"% {' '.join(line.split())}" for line in ["needs booktabs", report["command"], *byline(report)]]
+    return "\n".join([*head, *made]) if made else ""
+
+
+def _latex(text: str) -> str:
+    """Return a text whose characters all stand for themselves in LaTeX; the minus of a number is one."""
+    shown = "".join(LATEX.get(char, char) for char in " ".join(text.split()))
+    return re.sub(r"(^|\(|to )-(?=\d)", r"\1$-$", shown)
 
 
 def _listed(lines: Sequence[str]) -> str:
