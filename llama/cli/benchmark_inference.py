@@ -120,7 +120,8 @@ def main(
         json: Write the report into this file.
         out: The folder in which a preset makes its own folder.
         budget: Minutes of a preset: every pair or kind once, then repetitions, up to 5, then curves. What does not fit
-            is left out; one pair always runs. 0 measures everything once. By default 15, and for a report 5.
+            is left out; one pair always runs. 0 measures everything once. By default 15, and for a report 5, all of
+            which repetitions use.
         resume: Continue the newest run of this preset: measure what is missing, or repeat its cells.
         wait_until_quiet: Minutes to wait until other work on this machine is low; 0 does not wait.
         strict: End with exit code 4 if a cell was measured under load of other work.
@@ -143,7 +144,7 @@ def hand_in(
     It is bench --preset report, which has more flags.
 
     Args:
-        minutes: How long it may take; 0: any time. Pairs that do not fit are left out.
+        minutes: How long it may take; 0: any time. Pairs that do not fit are left out, and the others are repeated.
         ckpt_dir: A checkpoint's directory or .gguf file; by default the demo on a CPU, and llama-3.2-1b on a GPU.
         device: Where it computes: auto, cpu, cuda or mps.
         out: The folder in which it makes its own folder.

@@ -172,6 +172,15 @@ def test_no_budget_and_no_load_tears_a_pair_or_takes_much_longer_than_the_budget
         assert took <= (1 + OVERRUN + 0.01) * 60 * minutes or sum(found) <= 2
 
 
+def test_a_report_repeats_what_fits_until_its_minutes_are_over(base: Cell, world: World, tmp_path: Path) -> None:
+    report = table(base, tmp_path, minutes=5, preset="report", prompts=["a"])
+    pair = sum(work_of(base.but(kv_caching=on)) / 4 for on in (True, False))
+    used = world.now - 1024
+    assert 300 - WRITING - pair - 1 <= used <= 300 - WRITING
+    assert counts(report)[0] > REPETITIONS
+    assert counts(table(base, tmp_path / "once", minutes=0, preset="report", prompts=["a"])) == [1] * 4
+
+
 def test_a_group_is_begun_if_it_fits_by_the_time_that_the_last_jobs_alike_took(
     base: Cell, world: World, tmp_path: Path
 ) -> None:

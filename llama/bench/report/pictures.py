@@ -308,7 +308,7 @@ def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:
         ax.set(xlabel="bytes / those of the full cache", ylabel=label)
         if linear is not None:
             ax.set_yscale("symlog", linthresh=linear)
-        ax.set_xlim(0, None)
+        ax.set_xlim(0, 1.05 * max(row["of_full"] for row in rows))
         ax.yaxis.set_major_formatter("{x:g}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", title="highest first")
     return figure

@@ -71,7 +71,8 @@ def paper_tables(report: Report) -> list[Table]:
     """Return the figures of quality against bytes, for a paper."""
     quality = _figure_table(report, "quality", rows_of(report, "quality"), PAPER_COLUMNS)
     tasks = rows_of(report, "task")
-    return [table for table in (quality, _figure_table(report, "task", tasks + means(tasks), PAPER_COLUMNS)) if table]
+    of_tasks = _figure_table(report, "task", tasks + means(tasks), (*PAPER_COLUMNS, "n"))
+    return [table for table in (quality, of_tasks) if table]
 
 
 def _figure_table(report: Report, figures: str, rows: list[Row], wanted: Collection[str] = TABLE_COLUMNS) -> Table:
@@ -104,7 +105,7 @@ def _figure_table(report: Report, figures: str, rows: list[Row], wanted: Collect
     if has_no_room and any(NOT_MEASURED in row.values() for row in shown):
         said.append(f"{NOT_MEASURED}: {NO_ROOM}; {how_measured(report)}")
         said.append(f"{PREDICTED} and predicted: bytes that follow from the model's sizes")
-    return view(TITLES[figures], [*names, "kind", *measured, "n"], sorted(shown, key=place), said)
+    return view(TITLES[figures], [*names, "kind", *measured, *["n"] * ("n" in wanted)], sorted(shown, key=place), said)
 
 
 def named(report: Report, row: Row) -> dict[str, Any]:
