@@ -10,7 +10,7 @@ import json
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import groupby, product
@@ -155,11 +155,9 @@ def takes_ratio(kind: str) -> bool:
     """Return whether a kind without parameters and layers can have a ratio as its parameter."""
     if kind == OFF or read_kind(kind).params or {"@", ";"} & {*kind}:
         return False
-    try:
-        Cache.of(ModelArgs(vocab_size=1), cache_kind(f"{kind}:0.5"))
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(Cache.of(ModelArgs(vocab_size=1), cache_kind(f"{kind}:0.5")).layers)
+    return False
 
 
 def inputs_of(point: Point, library: str, read: Callable[[str], str]) -> str:

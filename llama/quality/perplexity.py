@@ -49,8 +49,7 @@ class Score:
 
     @property
     def perplexity_interval(self) -> tuple[float, float] | None:
-        ends = self.nll_interval
-        return None if ends is None else (_exp(ends[0]), _exp(ends[1]))
+        return self.nll_interval and (_exp(self.nll_interval[0]), _exp(self.nll_interval[1]))
 
 
 def _exp(nats: float) -> float:

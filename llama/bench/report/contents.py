@@ -39,10 +39,7 @@ CHAT_TERMS = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report: its tables, and the names of its pictures, up to a dash.
-
-    A page folds it, open at first if `is_open`.
-    """
+    """A part of a report: tables, and names of pictures up to a dash. A page folds it, open at first if `is_open`."""
 
     name: str
     tables: Sequence[Table]

@@ -150,10 +150,12 @@ def by_bytes(report: Report) -> list[list[Row]]:
     All tasks of RULER at one length are one list.
     """
     whole = means(rows_of(report, "task"))
-    tasks = [row for row in rows_of(report, "task") if row["context"] not in {one["context"] for one in whole}]
-    needles = [row for row in rows_of(report, "task") if row["task"].startswith("needle") and row not in tasks]
+    lengths = {row["context"] for row in whole}
+    tasks = (
+        row for row in rows_of(report, "task") if row["task"].startswith("needle") or row["context"] not in lengths
+    )
     found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in [*rows_of(report, "quality"), *whole, *tasks, *needles]:
+    for row in [*rows_of(report, "quality"), *whole, *tasks]:
         if row.get("of_full") and row["judged"] and row.keys() & {"kls", "scores"}:
             cell = cell_of(report, row).but(kv_cache=FULL, code=None)
             found.setdefault((cell, row["figures"], row["context"], row.get("task")), []).append(row)

@@ -30,16 +30,14 @@ from llama.bench.statistics import Spread, median_of, percent_more, with_ends
 from llama.costs import MB
 from llama.host import palette
 
-
-def _colors(names: str) -> list[str]:
-    return [palette.variables()[name].light for name in names.split()]
-
-
-COLORS = dict(zip(("on", "off"), _colors("cache recomputed"), strict=True))
+LIGHT = {name: one.light for name, one in palette.variables().items()}
+COLORS = {"on": LIGHT["cache"], "off": LIGHT["recomputed"]}
 MODES = {"on": "with the cache", "off": "without"}
 MARKERS = {"on": "o", "off": "s"}
-PART_COLORS = dict(zip(PARTS, _colors("weights cache logits activations workspace unnamed"), strict=True))
-LINE_COLORS = _colors("cache recomputed written activations logits attention ink muted")
+OF_PARTS = ("weights", "cache", "logits", "activations", "workspace", "unnamed")
+PART_COLORS = {part: LIGHT[name] for part, name in zip(PARTS, OF_PARTS, strict=True)}
+OF_LINES = ("cache", "recomputed", "written", "activations", "logits", "attention", "ink", "muted")
+LINE_COLORS = [LIGHT[name] for name in OF_LINES]
 LINE_MARKERS = "os^DvPX"  # 8 colours and 7 markers are 56 different lines
 METADATA = {  # that would differ from run to run, or name matplotlib's version
     "png": ["Software"], "svg": ["Date", "Creator", "Format", "Type"], "pdf": ["CreationDate", "Creator", "Producer"],
@@ -273,15 +271,11 @@ def draw_pareto(report: Report) -> Figure | None:
 
 # Quality against bytes: the words at an axis, its samples, their scale, and up to which value a log axis is linear.
 PANELS: dict[str, list[tuple[str, str, Callable[[float], float], float | None]]] = {
-    "quality": [
-        ("perplexity above the full cache's, %", "nlls_minus_full", percent_more, 1.0),
-        ("mean KL, nats", "kls", float, 1e-3),
-    ],
-    "task": [
-        ("score, %", "scores", partial(mul, 100), None),
-        ("score, question seen, %", "scores_question_seen", partial(mul, 100), None),
-    ],
-}
+    "quality": [("perplexity above the full cache's, %", "nlls_minus_full", percent_more, 1.0),
+                ("mean KL, nats", "kls", float, 1e-3)],
+    "task": [("score, %", "scores", partial(mul, 100), None),
+             ("score, question seen, %", "scores_question_seen", partial(mul, 100), None)],
+}  # fmt: skip
 
 
 def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:

@@ -138,7 +138,9 @@ def _quality_of(row: Row) -> dict[str, Any]:
     text = None if made is None else f"same {made} tokens"
     if token is not None:
         text = f"differs at token {token}, margin {row['margin']:.2g}"
-    return {"perplexity": math.exp(row["nll"]) if row["nll"] < 700 else math.inf, "greedy_text": text}
+    more = with_ends(row, "nlls_minus_full", percent_more)[0] if "nlls_minus_full" in row else None
+    shown = {"more_perplexity": more, "perplexity": math.exp(row["nll"]) if row["nll"] < 700 else math.inf}
+    return {**shown, "greedy_text": text}
 
 
 def repetitions(cell: Cell, row: Row) -> str:
@@ -165,14 +167,12 @@ def _step_notes(report: Report) -> Iterator[str]:
 def with_intervals(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the divergence and the perplexities of a judged row with their 95 % intervals, as text."""
     found = {}
-    for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp)):
+    more = ("more_perplexity", "nlls_minus_full", percent_more)
+    for name, blocks, of in (("mean_kl", "kls", float), ("perplexity", "nlls", math.exp), more):
         ends = mean_interval(tuple(row.get(blocks) or ())) if row["judged"] else None
         if ends is not None and ends[0] < ends[1] < 700:
             low, high = (column(name).write(of(end)) for end in ends)
             found[name] = f"{written(row, name)} ({low} to {high})"
-    if row["judged"] and row.get("nlls_minus_full"):
-        ends = [column("more_perplexity").write(one) for one in with_ends(row, "nlls_minus_full", percent_more)]
-        found["more_perplexity"] = f"{ends[0]} ({ends[1]} to {ends[2]})" if ends[1] != ends[2] else ends[0]
     return found
 
 
