@@ -698,6 +698,7 @@ def test_kinds_of_several_texts_have_a_picture_each_also_in_a_merged_report() ->
     report = {**of_ratios(["a"]), "preset": "merged"}
     longer = [{**row, "context": 4096} for row in report["rows"] if row["figures"] == "quality"]
     report["rows"] += [*longer, *({**row, "judged": False, "context": 9} for row in longer)]
+    report["rows"] += [{**row, "context": 8, "digest": str(row["cell"] > 0)} for row in longer]  # of other weights
     assert list(figures(report)) == ["quality-1", "quality-2", "quality-3"]
 
 
