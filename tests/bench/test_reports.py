@@ -50,7 +50,6 @@ from llama.bench.report.pictures import (
     as_file,
     as_image,
     draw_memory,
-    draw_pareto,
     draw_quality,
     draw_speedup,
     draw_steps,
@@ -71,7 +70,7 @@ GOLDEN = Path(__file__).with_name("golden")
 LEFT_OUT = ["batch 8, cache on: no room in the budget", "steps at batch 1: died: gone"]
 PICTURES = {
     "table": ["time", "memory", "speedup", "steps"],
-    "caches": ["pareto", "quality-1", "quality-2"],
+    "caches": ["quality-1", "quality-2"],
     "chat": [],
 }
 REPORTS = {"table": long_report, "caches": caches_report, "chat": chat_report}
@@ -407,9 +406,8 @@ def test_the_mark_of_noise_stands_on_panels_of_times_alone(report: Report) -> No
         "time": [True, True],
         "memory": [False],
         "speedup": [True, True],
-        "pareto": [False, True],
         "steps": [True] * 3,
-        "quality-1": [False, False],
+        "quality-1": [False, False, True],
         "quality-2": [False, False],
     }
     assert marked == {name: expected[name] for name in drawn}
@@ -451,14 +449,6 @@ def test_a_share_has_a_note_and_few_positions_are_counted_and_have_no_interval()
     assert not any("Quality: the last" in note for note in figure_tables(report)[0].notes), "the texts differ"
 
 
-def test_every_kind_is_inside_the_picture_of_what_none_beats_also_one_without_errors() -> None:
-    for ax in drawn_by(draw_pareto, caches_report()).axes:
-        places = ax.collections[0].get_offsets()
-        assert min(places[:, 1]) == 0
-        assert ax.get_xlim()[0] < min(places[:, 0]) <= max(places[:, 0]) < ax.get_xlim()[1]
-        assert ax.get_ylim()[0] < 0 <= max(places[:, 1]) < ax.get_ylim()[1]
-
-
 def test_kinds_are_not_compared_with_a_full_cache_that_was_not_measured() -> None:
     report = caches_report()
     report["rows"] = [
@@ -490,8 +480,8 @@ def test_a_kind_from_a_file_in_a_deep_folder_fits_the_picture() -> None:
     """matplotlib warns, which fails here, if names leave no room for the panels."""
     deep = f"/{'folder/' * 12}mine.py:mine:0.5"
     drawn = figures(caches_report(["static", "int8", deep, "paged"]))
-    as_file(drawn["pareto"])
-    assert {"mine.py:mine:0.5"} < {text.get_text() for text in drawn["pareto"].findobj(Text)}
+    as_file(drawn["quality-1"])
+    assert {"mine.py:mine"} < {text.get_text() for text in drawn["quality-1"].findobj(Text)}
     assert deep in report_markdown(caches_report(["static", deep]))
 
 
@@ -676,9 +666,10 @@ def test_quality_against_bytes_has_a_line_for_each_kind_over_its_ratios_and_the_
     kinds = [f"kind-{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
     figure = drawn_by(partial(draw_quality, rows=by_bytes(of_ratios(kinds))[0]), of_ratios(kinds))
     (names,) = (legend.get_texts() for legend in figure.legends)
+    assert [ax.get_xlabel() for ax in figure.axes] == ["bytes / full cache's"] * 2 + ["time / full cache's"]
     assert [text.get_text() for text in names] == ["full cache", *kinds]
     looks = []
-    for ax in figure.axes:
+    for ax in figure.axes[:2]:
         full, *lines = ax.lines[:1] + [one.lines[0] for one in ax.containers]
         assert [*full.get_ydata()] == [0, 0]
         assert [[*line.get_xdata()] for line in lines] == [[0.25, 0.5]] * 26
@@ -733,8 +724,8 @@ def test_a_report_is_written_as_files_and_read_back_equal(tmp_path: Path) -> Non
     assert [path.relative_to(folder).as_posix() for path in paths] == names
     assert json.loads(paths[0].read_text("utf-8")) == report
     assert paths[1].read_text("utf-8") == report_markdown(report, PICTURES["caches"])
-    assert "![pareto](plots/pareto.png)" in report_markdown(report, PICTURES["caches"])
-    assert paths[3].read_text("utf-8").count("<img") == 3
+    assert "![quality-1](plots/quality-1.png)" in report_markdown(report, PICTURES["caches"])
+    assert paths[3].read_text("utf-8").count("<img") == 2
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert sorted(before) == sorted(paths)  # no half-written file is left
     report["budget_minutes"] = float("nan")
@@ -778,7 +769,7 @@ def test_files_that_an_interruption_left_are_not_taken_for_edited_ones(
             raise OSError(28, "No space left on device")
         return real(path, content)
 
-    for name in ("report.md", "table.csv", "report.html", "pareto.png", ""):
+    for name in ("report.md", "table.csv", "report.html", "quality-1.png", ""):
         report["command"] += " --resume"
         monkeypatch.setattr(files, "replace_file", partial(until, name))
         with suppress(OSError):

@@ -55,7 +55,7 @@ def report_sections(report: Report) -> list[Section]:
     of_hand_in = [hand_in.text_table(report), hand_in.published_table(report)]
     code = hand_in.code_tables() if report["preset"] == "report" else []
     found = [
-        Section("What was measured", others, ("pareto", "quality"), is_open=True),
+        Section("What was measured", others, ("quality",), is_open=True),
         Section("Time and memory", tables.saved_tables(report), ("time", "memory"), is_open=True),
         Section("Four texts, with the cache and without", of_hand_in[:1], is_open=True),
         Section("The lines of code that differ", code, is_open=True),

@@ -21,12 +21,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from llama.bench.report.cells import cell_views, groups, in_table_order, kind_names
 from llama.bench.report.columns import megabytes, two_digits
 from llama.bench.report.contents import NOISY, is_noisy
-from llama.bench.report.derived import by_bytes, crossovers, growth, saved, scatter, seconds_of, step_groups, unbeaten
+from llama.bench.report.derived import by_bytes, crossovers, growth, saved, scatter, seconds_of, step_groups
 from llama.bench.report.peak import PARTS, is_peak_predicted, peak_bytes, peak_parts, peak_words
-from llama.bench.report.sentences import crossover_words, faster, in_seconds, kind_rows, range_faster
+from llama.bench.report.sentences import crossover_words, faster, in_seconds, range_faster
 from llama.bench.report.tables import on_or_off
 from llama.bench.schema import Report, Row
-from llama.bench.statistics import Spread, median_of, percent_more, with_ends
+from llama.bench.statistics import Spread, percent_more, with_ends
 from llama.costs import MB
 from llama.host import palette
 
@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {  # matplotlib's settings
 def figures(report: Report) -> dict[str, Figure]:
     """Return the pictures that the report has figures for, by name, in reading order."""
     painters: dict[str, Callable[[Report], Figure | None]] = {"time": draw_time, "memory": draw_memory}
-    painters |= {"speedup": draw_speedup, "steps": draw_steps, "pareto": draw_pareto}
+    painters |= {"speedup": draw_speedup, "steps": draw_steps}
     if report["preset"] == "merged":  # as many cells as there are
         painters = {}
     for number, rows in enumerate(by_bytes(report), 1):
@@ -239,70 +239,43 @@ def draw_speedup(report: Report) -> Figure | None:
     return figure
 
 
-def draw_pareto(report: Report) -> Figure | None:
-    """Draw each kind's share of other top-1 tokens against its bytes and its time, and the kinds that none beats."""
-    rows = [row for row in kind_rows(report) if row["judged"] and row.get("step_seconds")]
-    if len(rows) < 3:
-        return None
-    other, sizes = [100 * (1 - row["top1_agreement"]) for row in rows], [row["cache_bytes"] / MB for row in rows]
-    times = [1e3 * median_of(row, "step_seconds") for row in rows]
-    best = [rows[place]["kind"] for place in unbeaten(sizes, other)]
-    words = f"Of {len(rows)} kinds, none beats {', '.join(best)} in both bytes and agreement"
-    job = f"one row of {rows[0]['context']:,} tokens; the last {rows[0]['tokens']:,} positions against no cache"
-    figure, axes = _figure(report, words, max(3.6, 1.2 + 0.24 * len(rows)), 2, job, sharey=True)
-    for ax, name, values in zip(axes, ("KV cache, MB", "time per token, ms"), (sizes, times), strict=True):
-        ax.set_yscale("symlog", linthresh=0.1)
-        ax.scatter(values, other, s=26, color=palette.CACHE.light, zorder=3)
-        front = unbeaten(values, other)
-        ax.plot([values[place] for place in front], [other[place] for place in front], color=palette.MUTED.light, lw=1)
-        ax.set(xlabel=name, xlim=(0, 1.08 * max(values)), ylim=(-0.02, 2.5 * max(0.1, *other)))
-        ax.yaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("other top-1 token, % (log scale)")
-    # Names stand in a column at the right, in the order of the points, each with a line to its point.
-    order = sorted(range(len(rows)), key=lambda place: (-other[place], times[place]))
-    for number, place in enumerate(order):
-        line: dict[str, Any] = {"arrowstyle": "-", "color": palette.GRID.light}
-        at = (1.05, 1 - (number + 0.5) / len(order))
-        axes[1].annotate(rows[place]["kind"], (times[place], other[place]), at, textcoords="axes fraction", va="center",
-                         arrowprops=line)  # fmt: skip
-    _mark(report, axes[1])
-    return figure
-
-
-# Quality against bytes: the words at an axis, its samples, their scale, and up to which value a log axis is linear.
-PANELS: dict[str, list[tuple[str, str, Callable[[float], float], float | None]]] = {
-    "quality": [("perplexity above the full cache's, %", "nlls_minus_full", percent_more, 1.0),
-                ("mean KL, nats", "kls", float, 1e-3)],
-    "task": [("score, %", "scores", partial(mul, 100), None),
-             ("score, question seen, %", "scores_question_seen", partial(mul, 100), None)],
+# Quality against bytes and time: what is at the axes, the samples, their scale, and up to where a log axis is linear.
+PANELS: dict[str, list[tuple[str, str, str, Callable[[float], float], float | None]]] = {
+    "quality": [("of_full", "perplexity above the full cache's, %", "nlls_minus_full", percent_more, 1.0),
+                ("of_full", "mean KL, nats", "kls", float, 1e-3),
+                ("time_of_full", "mean KL, nats", "kls", float, 1e-3)],
+    "task": [("of_full", "score, %", "scores", partial(mul, 100), None),
+             ("of_full", "score, question seen, %", "scores_question_seen", partial(mul, 100), None)],
 }  # fmt: skip
 
 
 def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:
-    """Draw quality against bytes: a line for each kind over its ratios, and the full cache, `rows[0]`, as a line."""
+    """Draw quality against bytes and time: kinds over their ratios as lines, and the full cache, `rows[0]`, as another."""
     full, lines = rows[0], dict[str, list[Row]]()
     for row in sorted(rows[1:], key=lambda row: row["of_full"]):
         name = re.sub(r":(?=\d)[\d.]+", "", kind_names(report)[row["cell"]])
         lines.setdefault(name, []).append(row)
-    panels = PANELS[full["figures"]]
-    _, last, of, _ = panels[1]
+    panels = [panel for panel in PANELS[full["figures"]] if any(row.get(panel[0]) for row in rows[1:])]
+    _, _, last, of, _ = panels[1]
     names = sorted(lines, key=lambda name: with_ends(lines[name][-1], last, of)[0], reverse=True)
     what, long = full.get("task", "a text"), full["context"] and f" of {full['context']:,} tokens"
     words = f"Quality against bytes: {len(lines)} kinds of cache on {what}{long or ''}"
     job = f"the full cache has {megabytes(full['cache_bytes'])} MB; bars: 95 % intervals"
-    figure, axes = _figure(report, words, max(4.2, 1.6 + 0.28 * len(lines)), 2, job, sharex=True)
-    for ax, (label, column, of, linear) in zip(axes, panels, strict=True):
+    figure, axes = _figure(report, words, max(4.2, 1.6 + 0.28 * len(lines)), len(panels), job)
+    for ax, (at, label, column, of, linear) in zip(axes, panels, strict=True):
         ax.axhline(with_ends(full, column, of)[0], color=palette.MUTED.light, lw=1.2, ls="--", label="full cache")
         for number, name in enumerate(names):
-            points = [with_ends(row, column, of) for row in lines[name]]
+            own = [row for row in lines[name] if row.get(at)]
+            points = [with_ends(row, column, of) for row in own]
             bars = [[max(0.0, y - low) for y, low, _ in points], [max(0.0, high - y) for y, _, high in points]]
             look: dict[str, Any] = {"color": LINE_COLORS[number % 8], "marker": LINE_MARKERS[number % 7], "ms": 5}
-            ax.errorbar([row["of_full"] for row in lines[name]], [y for y, *_ in points], bars, label=name, lw=1.2,
-                        capsize=2, elinewidth=0.8, **look)  # fmt: skip
-        ax.set(xlabel="bytes / those of the full cache", ylabel=label)
+            ax.errorbar([row[at] for row in own], [y for y, *_ in points], bars, label=name, lw=1.2,
+                        ls="-" if at == "of_full" else "", capsize=2, elinewidth=0.8, **look)  # fmt: skip
+        ax.set(xlabel=f"{'bytes' if at == 'of_full' else 'time'} / full cache's", ylabel=label)
         if linear is not None:
             ax.set_yscale("symlog", linthresh=linear)
-        ax.set_xlim(0, 1.05 * max(row["of_full"] for row in rows))
+        ax.set_xlim(0, 1.05 * max(row.get(at) or 0 for row in rows))
         ax.yaxis.set_major_formatter("{x:g}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", title="highest first")
+    _mark(report, *axes[2:])
     return figure
