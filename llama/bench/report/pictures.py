@@ -250,7 +250,7 @@ PANELS: dict[str, list[tuple[str, str, str, Callable[[float], float], float | No
 
 
 def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:
-    """Draw quality against bytes and time: kinds over their ratios as lines, and the full cache, `rows[0]`, as another."""
+    """Draw quality against bytes and time: kinds over their ratios as lines, and `rows[0]`, the full cache, as one."""
     full, lines = rows[0], dict[str, list[Row]]()
     for row in sorted(rows[1:], key=lambda row: row["of_full"]):
         name = re.sub(r":(?=\d)[\d.]+", "", kind_names(report)[row["cell"]])
