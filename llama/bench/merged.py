@@ -153,7 +153,7 @@ def with_ratios(report: Report) -> list[str]:
             if row["figures"] == "task":
                 row |= minus_full(row, base_row)
             pairs = zip(row.get("nlls", ()), base_row.get("nlls", ()), strict=False)
-            if row is not base_row and (more := [one - other for one, other in pairs]):
+            if not timed and row is not base_row and (more := [one - other for one, other in pairs]):
                 row["nlls_minus_full"] = more
     return why
 

@@ -149,6 +149,15 @@ def test_a_kind_that_one_run_left_out_and_another_measured_has_one_row() -> None
         assert len(rows_of(merged([lacking]), figures)) == 1
 
 
+def test_log_likelihoods_are_compared_block_by_block_with_the_full_cache_of_the_same_inputs() -> None:
+    other = {**SETUP, "machine": "b"}
+    reports = [quality_of("static", "x"), quality_of("int8", "x", other), quality_of("int4", "y")]
+    for row in rows_of(reports[1], "quality"):
+        row["nlls"] = [nll + 0.25 for nll in row["nlls"]]
+    found = [row.get("nlls_minus_full") for row in rows_of(merged(reports), "quality")]
+    assert found == [None, pytest.approx([0.25] * 64), None]
+
+
 def test_scores_are_compared_sample_by_sample_with_the_full_cache_of_the_same_inputs() -> None:
     other = {**SETUP, "machine": "b"}
     reports = [quality_of("static", "x"), quality_of("int8", "x", other), quality_of("window:512+4", "y")]

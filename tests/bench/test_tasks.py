@@ -89,10 +89,11 @@ def test_flags_of_tasks_are_those_of_the_preset_and_contexts_may_be_listed() -> 
 def test_a_task_is_done_for_all_kinds_or_for_none() -> None:
     """Scores of different kinds are only meaningful together."""
     tasks = [{"task": "vt", "context": 512, "samples": 2, "seed": 1, "tokens": 900, "steps": 60}]
-    (first,) = kind_groups([Cell(kv_cache=kind) for kind in ("static", "int8")], {"tasks": tasks})
+    (first,) = kind_groups([Cell(kv_cache=kind) for kind in ("static", "int8", "int4")], {"tasks": tasks})
     assert [(job.kind, job.name) for job in first.jobs] == [
         ("cache_task", "static: vt at 512 tokens"),
         ("cache_task", "int8: vt at 512 tokens"),
+        ("cache_task", "int4: vt at 512 tokens"),
     ]
     assert first.jobs[0].work == 960
 

@@ -4,7 +4,6 @@ Nothing here is stored in a report; tables, CSV, sentences and plots compute it 
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from llama.bench.cell import FULL
@@ -164,12 +163,3 @@ def by_bytes(report: Report) -> list[list[Row]]:
     pairs = [([row for row in rows if cell_of(report, row).kv_cache == FULL], rows) for rows in found.values()]
     groups = [[*full[:1], *(row for row in rows if row not in full)] for full, rows in pairs if full]
     return [rows for rows in groups if len(rows) > 1]
-
-
-def unbeaten(costs: Sequence[float], losses: Sequence[float]) -> list[int]:
-    """Return the places for which no other has a lower cost and a loss that is not higher, from low to high cost."""
-    found: list[int] = []
-    for place in sorted(range(len(costs)), key=lambda place: (costs[place], losses[place])):
-        if not found or losses[place] < losses[found[-1]]:
-            found.append(place)
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 from llama.bench.cell import FULL
 from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import NOT_JUDGED, least_to_most, megabytes, two_digits
-from llama.bench.report.derived import crossovers, growth, saved, unbeaten
+from llama.bench.report.derived import crossovers, growth, saved
 from llama.bench.report.peak import peak_words
 from llama.bench.report.tables import comparison_words, named, ways_of
 from llama.bench.schema import Report, Row, cell_of, cell_row, rows_of
@@ -156,35 +156,22 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def share_of_full(row: dict[str, Any], form: str) -> str:
-    return f"{row['of_full']:{form}} of the bytes of {FULL}"
-
-
-def positions(row: dict[str, Any], *, other: bool = False) -> str:
-    """Return at how many positions the most likely token is the same, or another one: 29 of 32 positions."""
-    same = round(row["top1_agreement"] * row["tokens"])
-    return f"{row['tokens'] - same if other else same:,} of {row['tokens']:,} positions"
+def positions(row: dict[str, Any]) -> str:
+    """Return at how many positions the most likely token is the same: 29 of 32 positions."""
+    return f"{round(row['top1_agreement'] * row['tokens']):,} of {row['tokens']:,} positions"
 
 
 def _kinds(report: Report) -> Iterator[str]:
-    """Yield a sentence for each lossy kind; if they are many, only for those that no other kind beats."""
+    """Yield a sentence for each lossy kind; of many kinds, the table and the pictures show more."""
     known = [row for row in kind_rows(report) if row.get("of_full") is not None]
-    rows, beaten = [row for row in known if not cell_row(report, row["cell"]).get("lossless")], list[str]()
-    if len(rows) > _MOST_KINDS:
-        judged = [row for row in known if row["judged"]]
-        sizes, losses = [row["of_full"] for row in judged], [1 - row["top1_agreement"] for row in judged]
-        best = [judged[place] for place in unbeaten(sizes, losses)]
-        beaten = [row["kind"] for row in rows if row["judged"] and row not in best]
-        rows = [row for row in best if row in rows] + [row for row in rows if not row["judged"]]
-    for row in rows:
-        words = f"{row['kind']} stores {share_of_full(row, '.2f')} at {row['context']:,} tokens"
+    rows = [row for row in known if not cell_row(report, row["cell"]).get("lossless")]
+    for row in rows if len(rows) <= _MOST_KINDS else ():
+        words = f"{row['kind']} stores {row['of_full']:.2f} of the bytes of {FULL} at {row['context']:,} tokens"
         if row["judged"]:
             words += f" and has the same most likely token at {positions(row)}"
             yield f"{words}; the mean KL divergence is {row['mean_kl']:.2g} nats."
         else:
             yield f"{words}; its quality is {NOT_JUDGED}: it has dropped or compressed nothing there."
-    if beaten:
-        yield f"Beaten by another kind in bytes or agreement, and not better in either: {', '.join(beaten)}."
 
 
 def _hand_in(report: Report) -> Iterator[str]:
