@@ -8,7 +8,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llama.args import ModelArgs
 from llama.bench.cell import FULL, Cell, read_engine
@@ -65,12 +65,7 @@ class Group:
     late: bool = False  # run only after the other groups and their first repetitions
 
 
-class Planned(NamedTuple):
-    """What a preset measures: its cells, what it measures beside them, and its jobs in the order of measuring."""
-
-    cells: list[Cell]
-    plan: dict[str, Any]
-    groups: list[Group]
+Planned = tuple[list[Cell], dict[str, Any], list[Group]]  # cells, what is measured beside them, and jobs in their order
 
 
 def plan_report(
@@ -87,7 +82,7 @@ def plan_report(
     files = [name for name in (asked.get("text"), *asked.get("tasks", ())) if name is not None and Path(name).is_file()]
     plan["inputs"] = content_digest(*read_by(base, *files))
     if watched:
-        page = Job("the page to step through", "watch", watched_cell(base), 0, options=RECORDING, of_cell=False)
+        page = Job("the page to step through", "page", watched_cell(base), 0, options=RECORDING, of_cell=False)
         groups.insert(1, Group((page,)))
     return new_report(preset, cells, command=command, budget_minutes=budget, plan=plan), groups
 
@@ -146,7 +141,7 @@ def plan_table(source: Source, base: Cell, *, engines: Sequence[str] = ()) -> Pl
         steps = Job(f"steps at batch {batch}", "steps", asked, 0, batch, options, of_cell=False)
         late.append(Group((steps,), late=True))
     agreed = [Group((job,)) for job in agreement_jobs(cells, length)]
-    return Planned(cells, {"agreed_on": length}, [*paired(cell_jobs(cells)), *agreed, *late])
+    return cells, {"agreed_on": length}, [*paired(cell_jobs(cells)), *agreed, *late]
 
 
 def agreement_jobs(cells: Sequence[Cell], length: int) -> Iterator[Job]:
@@ -165,9 +160,9 @@ def plan_hand_in(source: Source, base: Cell, *, prompts: Sequence[str]) -> Plann
     texts: dict[str, Any] = {"prompts": [*prompts], "length": TEXT_LENGTH}
     of_texts = Job(TEXTS, "texts", cells[0], 0, options=texts, of_cell=False)
     every = cells[0].but(logits="all")
-    peaks = Job("peaks and a page", "peaks_and_page", every, 0, options={"watched": RECORDING}, of_cell=False)
+    peaks = Job("peaks and a page", "page", every, 0, options={**RECORDING, "peaks": True}, of_cell=False)
     first, *others = paired(cell_jobs(cells))
-    return Planned(cells, {"prompts": [*prompts]}, [Group((of_texts,)), first, Group((peaks,)), *others])
+    return cells, {"prompts": [*prompts]}, [Group((of_texts,)), first, Group((peaks,)), *others]
 
 
 def table_cells(base: Cell, engines: Sequence[str]) -> list[Cell]:
@@ -222,7 +217,7 @@ def plan_kinds(
     lengths = check_contexts(contexts, limit) or [one for one in KIND_CONTEXTS if one <= limit] or [limit]
     plan = {"contexts": lengths, **text_plan(source, text or OWN_TEXT, prompt_len)}
     plan["tasks"] = plan_tasks(source, tasks, lengths, samples, base.seed)
-    return Planned(cells, plan, list(kind_groups(cells, plan)))
+    return cells, plan, list(kind_groups(cells, plan))
 
 
 def kind_groups(cells: Sequence[Cell], plan: Mapping[str, Any]) -> Iterator[Group]:
@@ -314,7 +309,7 @@ def plan_chat(source: Source, base: Cell, *, engines: Sequence[str] = ()) -> Pla
     cells = checked(cells, base)
     kinds = ["conversation" if cell.batch_size == 1 else "prompts" for cell in cells]
     jobs = [Job(cell.name, kinds[n], cell, n, options={"plan": plan}) for n, cell in enumerate(cells)]
-    return Planned(cells, plan, paired(jobs))
+    return cells, plan, paired(jobs)
 
 
 def chat_cells(

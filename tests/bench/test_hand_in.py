@@ -178,7 +178,7 @@ def test_the_command_writes_a_folder_with_all_six_rows_texts_peaks_and_the_page_
     here, words = tiny
     words = [word for word in words if word not in ("--input_len", "6", "--output_len", "4")]
     assert cli.run(script.hand_in, [*words, "--minutes", "0"]) == 0
-    assert here.done == ["texts", *FOUR[:2], "peaks_and_page", *FOUR[2:]]
+    assert here.done == ["texts", *FOUR[:2], "page", *FOUR[2:]]
     (folder,) = (tmp_path / "out").iterdir()
     assert folder.name.endswith("-tiny-report")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}

@@ -135,7 +135,7 @@ class World:
             left -= tick
             waiting()
         self.done.append(cell.name if kind == "cell" else kind)
-        if kind in ("watch", "peaks_and_page"):
+        if kind == "page":
             return {"rows": [], "page": "3 steps after"}
         if kind != "cell":
             return {"rows": [{"figures": "step", "batch_size": cell.batch_size, "context": 1, "kv_caching": True}]}
@@ -197,13 +197,13 @@ def test_a_group_is_begun_if_it_fits_by_the_time_that_the_last_jobs_alike_took(
 
 def test_the_recording_for_the_page_comes_behind_the_first_pair(base: Cell, world: World, tmp_path: Path) -> None:
     report = table(base, tmp_path, watched=True)
-    assert world.done[2] == "watch"
+    assert world.done[2] == "page"
     assert report["failures"] == []
 
 
 def test_that_generation_goes_by_the_plain_path_whatever_is_measured(base: Cell, world: World, tmp_path: Path) -> None:
     asked: list[Cell] = []
-    world.fail = lambda kind, cell: asked.append(cell) if kind == "watch" else None
+    world.fail = lambda kind, cell: asked.append(cell) if kind == "page" else None
     table(cell := base.but(fast=True, exact=True, text="a"), tmp_path, minutes=0, watched=True)
     assert [(cell.engine, cell.fast, cell.exact, cell.text) for cell in asked] == [("llama", False, False, None)]
     (kept,) = tmp_path.glob("*/watch.html")

@@ -11,7 +11,7 @@ from typing import Any
 
 from llama.bench.report.cells import CellView, cell_views
 from llama.bench.report.columns import NOT_MEASURED, Table, megabytes
-from llama.bench.report.peak import is_peak_predicted, peak_bytes
+from llama.bench.report.peak import is_peak_predicted, peak_bytes, stored_bytes
 from llama.bench.schema import TEXTS, Report, Row, peaks_of, rows_of
 from llama.costs import MB, RELEASED, peak_memory
 
@@ -80,7 +80,7 @@ def _published_row(batch: int, on: bool, view: CellView | None, peak: Row) -> li
     mine = NOT_MEASURED
     if view is not None and view.has_peak:
         mine = f"{'~' * is_peak_predicted(view)}{peak_bytes(view) / MB:,.2f}"
-    mode, every = "on" if on else "off", f"{'~' * (peak['measured_bytes'] is None)}{_peak_of(peak) / MB:,.2f}"
+    mode, every = "on" if on else "off", f"{'~' * (peak['measured_bytes'] is None)}{stored_bytes(peak) / MB:,.2f}"
     return [str(batch), mode, published, f"{theirs.total / MB:,.0f}", f"{logits / MB:,.0f}", mine, every]
 
 
@@ -97,17 +97,13 @@ def _why(views: Mapping[tuple[int, bool], CellView], peaks: Mapping[tuple[int, b
     pair = [views[batch, on] for on in MODES if (batch, on) in views and views[batch, on].has_peak]
     if len(pair) == 2:
         last = _more(peak_bytes(pair[0]) - peak_bytes(pair[1]))
-        every = _more(_peak_of(peaks[batch, True]) - _peak_of(peaks[batch, False]))
+        every = _more(stored_bytes(peaks[batch, True]) - stored_bytes(peaks[batch, False]))
         computed = any(map(is_peak_predicted, pair)) or any(peaks[batch, on]["measured_bytes"] is None for on in MODES)
         notes.append(
             f"{'computed' if computed else 'measured'} here at batch {batch}: with the logits of the last position the "
             f"cache takes {last} than no cache; with those of all positions {every}"
         )
     return notes
-
-
-def _peak_of(row: Row) -> int:
-    return int(row["predicted_bytes"] if row["measured_bytes"] is None else row["measured_bytes"])
 
 
 def _more(nbytes: int) -> str:

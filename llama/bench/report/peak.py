@@ -15,7 +15,7 @@ def peak_parts(view: CellView) -> dict[str, int]:
     """Return the bytes of each part that is there at the peak, measured if they were."""
     parts = dict.fromkeys(PARTS, 0)
     for line in (line for line in view.memory if line.get("counts")):
-        parts[_part(line["name"])] += _stored(line)
+        parts[_part(line["name"])] += stored_bytes(line)
     parts[BEYOND_LEDGER] += max(0, peak_bytes(view) - sum(parts.values()))
     return {name: nbytes for name, nbytes in parts.items() if nbytes > 0}
 
@@ -27,14 +27,15 @@ def _part(line: str) -> str:
     return next((name for name in PARTS if line.startswith(name) or line.endswith(name)), BEYOND_LEDGER)
 
 
-def _stored(line: Row) -> int:
+def stored_bytes(line: Row) -> int:
+    """Return the bytes of a line or a peak, predicted if they were not measured."""
     measured = line.get("measured_bytes")
     return int(line["predicted_bytes"] if measured is None else measured)
 
 
 def peak_bytes(view: CellView) -> int:
     """Return the most bytes in tensors of a cell that has a peak, predicted if the device shows none."""
-    return next(_stored(line) for line in view.memory if line["name"] == "peak")
+    return next(stored_bytes(line) for line in view.memory if line["name"] == "peak")
 
 
 def is_peak_predicted(view: CellView) -> bool:

@@ -85,12 +85,8 @@ def _lost(more: Sequence[float]) -> str:
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:
     """Return the mean in percent, with its interval if there are enough values and they differ."""
-    mean, ends = f"{100 * fmean(values):{sign}.1f}", mean_interval(tuple(values))
-    return (
-        mean
-        if ends is None or ends[0] == ends[1]
-        else f"{mean} ({100 * ends[0]:{sign}.1f} to {100 * ends[1]:{sign}.1f})"
-    )
+    mean, low, high = (f"{100 * one:{sign}.1f}" for one in (fmean(values), *(mean_interval(tuple(values)) or (0, 0))))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def note_on(rows: Sequence[Row]) -> str:

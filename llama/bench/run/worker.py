@@ -29,8 +29,6 @@ from llama.bench.schema import Row
 from llama.bench.texts import CORPUS, read_corpus
 from llama.host.cores import use_threads
 from llama.host.machine import DTYPES, ceilings, environment
-from llama.model import Transformer
-from llama.streaming import TextCodec
 from llama.watch.record import record
 from llama.watch.watch_page import page
 
@@ -112,25 +110,14 @@ def continued_texts(cell: Cell, *, prompts: list[str], length: int) -> dict[str,
     return {"rows": rows}
 
 
-def peaks_and_page(cell: Cell, *, watched: dict[str, Any]) -> dict[str, Any]:
-    """Return the peak of a cell in both modes and the page of a generation; one process loads the model once."""
+def recorded_page(cell: Cell, *, prompt: str, steps: int, peaks: bool = False) -> dict[str, Any]:
+    """Return the page of a greedy generation that is recorded in both modes, and with `peaks` the peaks of the cell."""
     opened = open_engine(cell)
     engine = opened.engine
     assert isinstance(engine, LlamaEngine)
-    rows = [peak_row(cell.but(kv_caching=kv_caching), opened) for kv_caching in (True, False)]
-    return {"rows": rows, "page": watched_page(cell, engine.model, engine.tokenizer, **watched)}
-
-
-def watch(cell: Cell, *, prompt: str, steps: int) -> dict[str, Any]:
-    """Record a greedy generation in both modes, and return the page that shows it."""
-    source = find_model(cell)
-    return {"rows": [], "page": watched_page(cell, source.build(), source.tokenizer, prompt=prompt, steps=steps)}
-
-
-def watched_page(cell: Cell, model: Transformer, tokenizer: TextCodec, *, prompt: str, steps: int) -> str:
-    """Return the page of a greedy generation that is recorded in both modes."""
-    recording = record(model, tokenizer, prompt, steps, temperature=0.0)
-    return page(recording, model=Path(cell.model).absolute().name)
+    rows = [peak_row(cell.but(kv_caching=on), opened) for on in (True, False)] if peaks else []
+    recording = record(engine.model, engine.tokenizer, prompt, steps, temperature=0.0)
+    return {"rows": rows, "page": page(recording, model=Path(cell.model).absolute().name)}
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -144,9 +131,8 @@ JOBS: dict[str, Callable[..., dict[str, Any]]] = {
     "prompts": measure_prompts,
     "margin": margin,
     "texts": continued_texts,
-    "peaks_and_page": peaks_and_page,
+    "page": recorded_page,
     "agreement": agreement,
-    "watch": watch,
 }
 
 
