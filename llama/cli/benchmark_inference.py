@@ -178,8 +178,8 @@ def dispatch(flags: SimpleNamespace) -> int:
             asked: dict[str, Any] = {"engines": flags.engine}
             if flags.preset == "caches":
                 asked = {"kinds": flags.kv_cache, "contexts": [int(context) for context in flags.contexts]}
-                asked |= {"tasks": flags.task}
-                asked |= {name: getattr(flags, name) for name in ("text", "prompt_len", "samples")}
+                asked |= {"text": flags.text, "prompt_len": flags.prompt_len}
+                asked |= {"tasks": flags.task, "samples": flags.samples}
             elif flags.preset == "report":
                 asked = {"prompts": PROMPTS}
             by_default = cell.model == "demo" and cell.ranks == 1 and flags.preset != "report"
@@ -205,15 +205,24 @@ def base_cell(flags: SimpleNamespace) -> Cell:
     for words in flags.engine:
         engine_class(read_engine(words)["engine"]).package()
     has_text = flags.preset in ("caches", "chat")  # of its own, of which this is the least
-    named = ("model", "ckpt_dir", "device", "dtype", "kv_caching", "tokenizer_path", "speculate", "logits", "exact")
     return make_cell(
-        **{name: getattr(flags, name) for name in (*named, "threads", "seed")},
+        model=flags.model,
+        ckpt_dir=flags.ckpt_dir,
+        device=flags.device,
+        dtype=flags.dtype,
         batch_size=flags.batch_size or 1,
         input_len=64 if has_text else 256 if flags.input_len is None else flags.input_len,
         output_len=1 if has_text else 32 if flags.output_len is None else flags.output_len,
+        kv_caching=flags.kv_caching,
         **(one_engine(flags.engine, own) if flags.preset is None else own),
+        tokenizer_path=flags.tokenizer_path,
         text=None if flags.preset == "caches" else flags.text,
         kv_cache=flags.kv_cache[0] if flags.kv_cache and flags.preset != "caches" else "static",
+        speculate=flags.speculate,
+        logits=flags.logits,
+        exact=flags.exact,
+        threads=flags.threads,
+        seed=flags.seed,
     )
 
 
