@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     "core": (
         "llama/args.py llama/rope.py llama/ops.py llama/layers.py llama/rows.py llama/switches.py llama/model.py "
         "llama/batch.py llama/generation.py llama/streaming.py llama/texts/session.py",
-        "tests/test_[abglmos]*.py tests/test_rope.py tests/kv_cache tests/verify/test_certificate.py",
+        "tests/test_[abglmops]*.py tests/test_rope.py tests/kv_cache tests/verify/test_certificate.py",
     ),
     "kv_cache": (
         "llama/kv_cache",
@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, str]] = {
     ),
     "texts": (
         "llama/texts/scheduler.py llama/texts/text_caches.py llama/texts/many.py llama/speculation.py",
-        "tests/test_speculation.py tests/texts",
+        "tests/test_speculation.py tests/texts tests/test_paths.py",
     ),
     "bench": ("llama/bench", "tests/bench"),
     "cli": ("llama/cli", "tests/cli"),

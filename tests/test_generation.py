@@ -336,19 +336,6 @@ def test_generation_needs_no_gradients_and_leaves_their_mode_alone(model: Transf
 # ---- a real model ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_caching", [True, False])
-@pytest.mark.parametrize("choice", [GREEDY, SAMPLED])
-def test_a_row_in_a_ragged_batch_gives_what_it_gives_alone(kv_caching: bool, choice: Any, model: Transformer) -> None:
-    options = {**choice, "kv_caching": kv_caching, "logprobs": True, "echo": True}
-    together, together_logprobs = model.generate_tokens(RAGGED, 12, **options)
-    assert together_logprobs is not None
-    for row, prompt in enumerate(RAGGED):
-        own = {**options, "seed": choice["seed"] + row} if "seed" in choice else options
-        alone, logprobs = model.generate_tokens([prompt], 12, **own)
-        assert together[row] == alone[0]
-        torch.testing.assert_close(numbers(together_logprobs[row]), numbers(logprobs[0]), **CLOSE)
-
-
 def numbers(logprobs: Sequence[float | None]) -> torch.Tensor:
     return torch.tensor([0.0 if x is None else x for x in logprobs], dtype=torch.float64)
 

@@ -1,69 +1,33 @@
-"""Guesses change no text: ids and log-probabilities are those of the plain loop to the bit, in native and exact modes.
+"""What is guessed, how much of it is fed, and what a guess may not do. `test_paths` tests that it changes no text."""
 
-`Noisy` proposes the text that the plain loop made, with wrong tokens at random places, so that guesses are right for
-every number of tokens.
-"""
-
-import random
 from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import count, product
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from fakes import Ids, Remembering
-from generations import Asked, any_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from native import ARGS, VOCAB, needs_a_compiler, served, twins
+from paths import Noisy, guessed
 from refusals import unrefused
-from tables import cases
-from tiny import tiny_args, tiny_model
-from torch import Tensor, nn
+from tiny import tiny_model
 
 from llama.batch import NonFiniteLogits
-from llama.fast.choose import make_fast
 from llama.fast.graph_runner import GraphRunner
-from llama.model import Transformer
-from llama.quant.layers import PackedLinear
 from llama.request import Options, Step
-from llama.speculation import MOST, Guesser, Lookup, Proposer, Width, accepted
-from llama.texts.scheduler import Texts
+from llama.speculation import MOST, Guesser, Lookup, Width, accepted
 from llama.verify.measured_run import measure_run
 from llama.verify.passes import reference_of
 
 PROMPTS = [[5, 9, 2, 44, 5, 9], [7] * 21, [3, 3, 8, 1, 60, 12, 30], [50, 51, 52] * 5]
 LENGTHS = [20, 9, 33, 40]
-SETTINGS: dict[str, Options] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 0.7, "top_p": 0.95, "seed": 11},
-    "sampled with a penalty": {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 3},
-    "sampled from all tokens": {"temperature": 1.5, "top_p": 1.0, "seed": [5, 9, 2, 4]},
-}
-MODES = ("exact", "native fp32", "native int8", "native int4 in bf16", "native of 8-bit activations")
-CACHES = ("static", "paged", "concat")
 
 
-class Noisy:
-    """Proposes what will follow, with another token, or `wrong`, at some places."""
-
-    def __init__(
-        self, texts: Sequence[Sequence[int]], seed: int = 0, *, share: float = 0.8, wrong: int | None = None
-    ) -> None:
-        self.texts, self.dice, self.share, self.wrong = texts, random.Random(seed), share, wrong
-
-    def propose(self, ids: Sequence[int], count: int) -> list[int]:
-        text = next((text for text in self.texts if list(text[: len(ids)]) == list(ids)), None)
-        assert text is not None, "a guess was asked for behind a text that the plain loop did not make"
-        right = text[len(ids) : len(ids) + count]
-        others = [(id + 1) % VOCAB if self.wrong is None else self.wrong for id in right]
-        return [id if self.dice.random() < self.share else other for id, other in zip(right, others, strict=True)]
-
-
-def noisy(prompts: Sequence[list[int]], made: Sequence[list[int]]) -> Callable[[], Proposer]:
+def noisy(prompts: Sequence[list[int]], made: Sequence[list[int]]) -> Callable[[], Noisy]:
     texts = [[*prompt, *ids] for prompt, ids in zip(prompts, made, strict=True)]
     seeds = iter(range(1000))
     return lambda: Noisy(texts, next(seeds))
@@ -73,30 +37,6 @@ def noisy(prompts: Sequence[list[int]], made: Sequence[list[int]]) -> Callable[[
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed every guess, whatever it costs."""
     monkeypatch.setattr(Width, "cut", lambda self, guesses, chances: guesses)
-
-
-@lru_cache
-def model_of(mode: str) -> Transformer:
-    if mode == "exact":
-        small = tiny_args(n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=VOCAB, max_seq_len=80)
-        model = tiny_model(small, dtype=torch.float32).requires_grad_(False)
-        model.exact = True
-        return model
-    plain, native = twins(mode.removeprefix("native ").replace("of 8-bit activations", "int8"))
-    if "activations" in mode:
-        for layer in plain.modules():
-            if isinstance(layer, PackedLinear):
-                layer.activations = 8
-        make_fast(plain, FOLDER)
-        return plain
-    return native
-
-
-def check_same(model: Transformer, prompts: list[list[int]], lengths: list[int], **how: Any) -> None:
-    """Assert that guesses by lookup and by `Noisy` change nothing."""
-    plain = model.generate_tokens(prompts, lengths, logprobs=True, **how)
-    for speculate in ("lookup", noisy(prompts, plain[0])):
-        assert model.generate_tokens(prompts, lengths, logprobs=True, speculate=speculate, **how) == plain
 
 
 # ---- what is guessed -------------------------------------------------------------------------------------------------
@@ -209,43 +149,10 @@ def test_times_that_were_measured_under_load_are_measured_again() -> None:
 # ---- no text changes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    ("mode", "kv_cache", "way"),
-    cases(
-        [case for case in product(MODES, CACHES, SETTINGS) if case[0] == "exact" or case[1] != "concat"],
-        ("exact", "static", "greedy"),
-        ("native fp32", "paged", "sampled"),
-        ("native int8", "static", "greedy"),
-    ),
-)
-@needs_a_compiler
-def test_ids_and_log_probabilities_are_those_of_the_plain_loop(mode: str, kv_cache: str, way: str) -> None:
-    model, lengths = model_of(mode), [length // 2 for length in LENGTHS] if mode == "exact" else LENGTHS
-    check_same(model, PROMPTS, lengths, kv_cache=kv_cache, **SETTINGS[way])
-    alone = {**SETTINGS[way], "seed": 4} if "seed" in SETTINGS[way] else SETTINGS[way]  # a list has one for each row
-    check_same(model, PROMPTS[:1], lengths[:1], kv_cache=kv_cache, **alone)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("mode", MODES[1:])
-@settings(max_examples=20, deadline=None)
-@given(asked=any_batch(VOCAB, most_stops=9), kv_cache=st.sampled_from(["static", "paged"]), most=st.integers(1, MOST))
-@needs_a_compiler
-def test_any_batch_with_any_lengths_and_any_stops(mode: str, asked: Asked, kv_cache: str, most: int) -> None:
-    prompts, lengths, stops, how = asked
-    options: Options = {**how, "kv_cache": kv_cache}
-    plain = model_of(mode).generate_tokens(prompts, lengths, stop_ids=stops, **options)
-    for speculate in (f"lookup:{most}", noisy(prompts, plain[0])):
-        again = model_of(mode).generate_tokens(prompts, lengths, stop_ids=stops, speculate=speculate, **options)
-        assert again == plain
-
-
 @needs_a_compiler
 @pytest.mark.usefixtures("always")
 def test_a_truncated_copy_of_the_model_proposes() -> None:
-    model = model_of("native fp32")
+    model = guessed("fp32").fast
     short = copy(model)
     short._modules = {**model._modules, "layers": model.layers[:1]}
 
@@ -263,7 +170,7 @@ def test_a_truncated_copy_of_the_model_proposes() -> None:
 
 @pytest.mark.usefixtures("always")
 def test_a_guess_takes_the_place_of_steps_and_ends_before_the_text_does() -> None:
-    model, steps = model_of("exact"), list[Step]()
+    model, steps = guessed("exact").fast, list[Step]()
     plain, _ = model.generate_tokens(PROMPTS[:2], [30, 50], temperature=0.0)
     how: Options = {"temperature": 0.0, "speculate": noisy(PROMPTS[:2], plain), "on_step": steps.append}
     assert model.generate_tokens(PROMPTS[:2], [30, 50], **how)[0] == plain
@@ -291,7 +198,7 @@ def test_the_time_of_a_call_is_recorded_with_the_tokens_of_all_rows(monkeypatch:
 @needs_a_compiler
 @pytest.mark.usefixtures("always")
 def test_native_code_computes_a_guess_in_one_forward_also_while_an_on_step_watches() -> None:
-    model = model_of("native int8")
+    model = guessed("int8").fast
     for on_step in (None, lambda step: None):
         how: Options = {"temperature": 0.0, "logprobs": True, "kv_cache": "paged", "on_step": on_step}
         before = served(model)
@@ -305,7 +212,7 @@ def test_native_code_computes_a_guess_in_one_forward_also_while_an_on_step_watch
 @pytest.mark.usefixtures("always")
 def test_a_call_that_the_plain_path_would_run_verifies_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would have other bits than the native steps. An `on_step` makes each step a call of the model."""
-    model, fed = model_of("native int8"), list[int]()
+    model, fed = guessed("int8").fast, list[int]()
     how: Options = {"temperature": 0.0, "on_step": lambda step: fed.extend(map(len, step.ids))}
     plain = model.generate_tokens(PROMPTS[:1], 20, **how)
     for plain_prompts in (False, True):
@@ -340,90 +247,6 @@ def test_logits_that_are_not_finite_count_only_behind_tokens_that_are_used() -> 
     assert found[2] == (plain[0].index(fatal) + 1, 0)
 
 
-def write_numbers(model: Transformer) -> None:
-    model.layers[0].feed_forward.w2.weight.mul_(-1.5)
-
-
-def assign_a_weight(model: Transformer) -> None:
-    layer: Any = model.layers[0].feed_forward.w2
-    layer.weight = nn.Parameter(-1.5 * layer.weight, requires_grad=False)
-
-
-def add_a_hook(model: Transformer) -> None:
-    def halved(_: nn.Module, __: object, out: Tensor) -> Tensor:
-        return out / 2
-
-    model.layers[0].feed_forward.register_forward_hook(halved)
-
-
-@needs_a_compiler
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    ("mode", "change"),
-    cases(
-        product(["exact", "native fp32"], [write_numbers, assign_a_weight, add_a_hook]),
-        ("exact", write_numbers),
-        ("native fp32", write_numbers),
-        ("native fp32", assign_a_weight),
-        ("native fp32", add_a_hook),
-    ),
-)
-def test_tokens_that_were_verified_before_the_model_changed_are_dropped(mode: str, change: Any) -> None:
-    def streamed(speculate: Any, changed_at: int) -> list[int]:
-        model = deepcopy(model_of(mode))
-        how: Options = {"temperature": 0.9, "seed": 3, "speculate": speculate}
-        with model.stream(Ids(), PROMPTS[:1], 14, **how) as stream:  # type: ignore[arg-type]
-            for number, _ in enumerate(stream):
-                if number == changed_at:
-                    change(model)
-        return stream.results[0]["ids"]
-
-    whole = streamed(None, 99)
-    for changed_at in (4, 5):
-        plain = streamed(None, changed_at)
-        assert plain != whole
-        assert streamed(partial(Noisy, [[*PROMPTS[0], *whole], [*PROMPTS[0], *plain]], share=1.0), changed_at) == plain
-
-
-@needs_a_compiler
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("mode", cases(["exact", "native fp32", "native int8"], "exact", "native int8"))
-def test_a_session_goes_on_as_if_nothing_had_been_guessed(mode: str) -> None:
-    def said(speculate: str | None) -> list[Any]:
-        session, found = model_of(mode).session(Ids()), list[Any]()  # type: ignore[arg-type]
-        session.feed(PROMPTS[3])
-        how: Options = {"temperature": 0.6, "seed": 5, "logprobs": True, "speculate": speculate}
-        for turn in range(2):
-            with session.stream(14, **how) as stream:
-                for _, _ in zip(range(6 + turn), stream, strict=False):
-                    pass
-            branch = session.fork()
-            found += [list(session.tokens), branch.generate(5, **how), session.generate(3, stop="7", **how)]
-            session.rewind(session.position - 4)
-            session.append([5, 9, 2])
-            found += [session.logits.tolist(), session.position]  # type: ignore[union-attr]
-        rows = model_of(mode).generate_tokens([[50, 51], [7]], 9, prefix=session, **how)
-        return [*found, rows]
-
-    assert said("lookup") == said(None)
-
-
-@pytest.mark.usefixtures("always")
-def test_behind_a_stop_token_that_was_guessed_the_logits_are_known() -> None:
-    model, how = model_of("exact"), Options(temperature=0.9, seed=3)
-    made = model.generate_tokens(PROMPTS[:1], 14, **how)[0]
-    stop = max(made[0], key=made[0].index)  # the last that is new
-    assert made[0].index(stop) > 2
-    logits = []
-    for speculate in (None, partial(Noisy, [[*PROMPTS[0], *made[0]]], share=1.0)):
-        session = model.session(Ids())  # type: ignore[arg-type]
-        session.tokenizer.stop_tokens = (stop,)  # type: ignore[misc]
-        session.feed(PROMPTS[0])
-        session.generate(14, speculate=speculate, **how)
-        logits.append(session.logits.tolist())  # type: ignore[union-attr]
-    assert logits[0] == logits[1]
-
-
 def test_what_cannot_be_speculated_is_refused_by_name() -> None:
     model = tiny_model().requires_grad_(False)
 
@@ -455,36 +278,10 @@ def test_the_steps_of_a_gpu_run_as_before_and_say_so(caplog: pytest.LogCaptureFi
 
 
 def test_guesses_that_change_a_text_are_a_violation_of_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, reference = model_of("exact"), reference_of(model_of("exact"))
+    model, reference = guessed("exact").fast, reference_of(guessed("exact").fast)
     figures = measure_run(model, reference, PROMPTS[:2], 12, seed=1)
     assert (figures.violations, figures.guessed_tokens) == ([], 24)
     one_too_many = lambda guess, chosen: min(len(guess), accepted(guess, chosen) + 1)  # noqa: E731
     monkeypatch.setattr("llama.generation.accepted", one_too_many)
     (violation,) = measure_run(model, reference, PROMPTS[:2], 12, seed=1).violations
     assert violation.startswith("free with guesses: ")
-
-
-@needs_a_compiler
-@pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("kv_cache", ["static", "paged"])
-def test_texts_that_join_and_leave_are_what_they_are_alone(kv_cache: str) -> None:
-    model = model_of("native int8")
-    alone = [model.generate_tokens([ids], 9 + row, temperature=0.7, seed=row)[0][0] for row, ids in enumerate(PROMPTS)]
-    texts, made = Texts(model, rows=3, kv_cache=kv_cache), dict[int, list[int]]()
-    for row, ids in enumerate(PROMPTS):
-        propose = partial(Noisy, [[*ids, *alone[row]]], row)
-        number = texts.add(ids, 9 + row, temperature=0.7, seed=row, speculate=propose if row else "lookup")
-        made[number] = []
-        for _ in range(2):
-            collect(texts, made)
-    while texts.running or texts.waiting:
-        collect(texts, made)
-    assert list(made.values()) == alone
-    with pytest.raises(ValueError, match="speculation needs a lossless cache"):
-        Texts(model, kv_cache="int8").add([1, 2], 3, speculate="lookup")
-
-
-def collect(texts: Texts, made: dict[int, list[int]]) -> None:
-    for event in texts.step():
-        assert event.error is None
-        made[event.number] += [] if event.token is None else [event.token.id]

@@ -10,27 +10,24 @@ import logging
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain, count
 from typing import Any
 
 import pytest
 import torch
-from changes import CHANGES, outcome
-from fakes import Bytes, Ids
-from generations import GREEDY, WAYS, any_batch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from changes import CHANGES
+from fakes import Ids
+from generations import GREEDY, WAYS
 from threads import in_threads
 from tiny import tiny_args, tiny_model
 from torch import Tensor
 
 from llama import sampling
 from llama.args import ModelArgs
-from llama.batch import NonFiniteLogits
 from llama.fast import choose, graph_ops, graph_runner, graph_trial
 from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_buffers import DecodeBuffers, Recorder, Replay
@@ -102,14 +99,6 @@ def steps_of_same_tokens(
     return runner_of(models[1]).forwards - before
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_recorded_steps_make_the_tokens_of_the_plain_path(way: str) -> None:
-    both = twins()
-    for max_new in (1, SYNC_INTERVAL + 1, 2 * SYNC_INTERVAL + 5):
-        # The first token follows from the prompt.
-        assert steps_of_same_tokens(both, PROMPTS, max_new, **WAYS[way]) == max_new - 1
-
-
 def test_biases_and_norms_of_heads_are_computed() -> None:
     """As in Qwen 2 and Qwen 3; and a head that is the embedding."""
     both = twins(replace(ARGS, attention_bias=True, qk_norm=True, tied_head=True))
@@ -119,16 +108,6 @@ def test_biases_and_norms_of_heads_are_computed() -> None:
             if name.endswith(("bias", "_norm.weight")):
                 weight.uniform_(0.5, 1.5)
     assert steps_of_same_tokens(both, PROMPTS, 9, **GREEDY) == 8
-
-
-shared_twins = cache(twins)
-
-
-@settings(max_examples=8)
-@given(data=st.data())
-def test_any_batch_with_any_lengths_and_any_stops_is_the_plain_paths(data: st.DataObject) -> None:
-    prompts, max_new, stops, options = data.draw(any_batch(VOCAB, most_stops=4))
-    steps_of_same_tokens(shared_twins(), prompts, max_new, stop_ids=stops, **options)
 
 
 @pytest.mark.parametrize("vocab", [1, VOCAB, 512, 128_256])
@@ -258,30 +237,6 @@ def test_replaced_weights_are_recorded_again_and_weights_changed_in_place_are_no
             CHANGES[change](model)
 
 
-def test_logits_that_are_not_finite_are_reported_at_their_step_and_row() -> None:
-    """The second row meets a token of nan in the middle of the text, as its most likely one."""
-    plain, fast = twins()
-    ids, _ = plain.generate_tokens(PROMPTS, 6, **GREEDY)
-    poison = next(id for id in ids[1][1:] if id not in {*ids[0], *ids[2], *chain(*PROMPTS)})
-    step = ids[1].index(poison)
-    for model in (plain, fast):
-        model.tok_embeddings.weight[poison] = torch.nan  # the head of this model is another matrix
-        with pytest.raises(NonFiniteLogits) as caught:
-            model.generate_tokens(PROMPTS, 12, **GREEDY)
-        assert (caught.value.step, caught.value.row) == (step + 1, 1)
-    assert are_free(fast)  # although the error still refers to the text's frames
-
-
-def test_streams_give_the_same_tokens_and_may_be_left_early() -> None:
-    plain, fast = twins(replace(ARGS, vocab_size=258))
-    assert [*fast.stream(Bytes(), ["ab", "c"], 20, **GREEDY)] == [*plain.stream(Bytes(), ["ab", "c"], 20, **GREEDY)]
-    with fast.stream(Bytes(), "ab", 100, **GREEDY) as stream:
-        next(stream)
-    assert are_free(fast)
-    assert runner_of(fast).forwards <= 19 + 2 * SYNC_INTERVAL  # steps that were launched when the stream was left
-    assert fast.generate(Bytes(), "ab", 20, **GREEDY) == plain.generate(Bytes(), "ab", 20, **GREEDY)
-
-
 # ---- prompts, and whole prefixes without a cache ---------------------------------------------------------------------
 
 
@@ -400,38 +355,6 @@ def test_a_model_that_the_steps_do_not_compute_runs_on_the_plain_path_with_one_w
 
 # One of each outcome: the same graphs, other graphs, the plain path, an error. tests/fast/test_changed_models.py has
 # every change.
-SOME_CHANGES = ("edit_in_place", "assign_a_parameter", "take_a_layer", "hook_that_changes", "break_a_shape")
-WRITTEN = ("edit_in_place",)  # numbers of weights: too late for launched steps
-
-
-@pytest.mark.parametrize("change", SOME_CHANGES)
-def test_a_change_in_the_middle_of_a_text_takes_effect_at_the_next_token(change: str) -> None:
-    sampled: Options = {"temperature": 0.7, "seed": 5}
-    texts: list[object] = []
-    for model in twins():
-        with model.stream(Ids(), PROMPTS, 12, **sampled) as stream:
-            made: list[object] = [next(stream) for _ in range(9)]
-            with suppress(RuntimeError, ValueError):  # some changes raise
-                CHANGES[change](model)
-            rest = outcome(lambda stream=stream: [*stream])  # type: ignore[misc]
-        again = outcome(lambda model=model: model.generate_tokens(PROMPTS, 4, **sampled))  # type: ignore[misc]
-        texts.append((made, None if change in WRITTEN else rest, again))
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled in every way"])
-def test_rows_that_have_ended_are_dropped_when_calls_of_the_model_continue(way: str) -> None:
-    """The other rows keep their keys, their draws and their tokens."""
-    for after in (1, 16):
-        texts = []
-        for model in twins():
-            with model.stream(Ids(), PROMPTS, [3, 20, 9], **WAYS[way]) as stream:
-                made = [next(stream) for _ in range(after)]
-                CHANGES["hook_that_changes"](model)
-                texts.append((made, [*stream]))
-        assert texts[0] == texts[1]
-
-
 def test_one_text_at_a_time_has_the_graphs_and_others_run_on_the_plain_path() -> None:
     both = plain, fast = twins()
     wanted = [*plain.stream(Ids(), PROMPTS, 20, **GREEDY)]
@@ -467,63 +390,7 @@ def test_a_text_that_ends_before_its_first_step_releases_the_graphs() -> None:
     handle.remove()
 
 
-def test_a_row_that_may_not_grow_stays_out_of_the_steps() -> None:
-    """Its logits are nan, so no token follows that could be fed."""
-    both = twins()
-    for model in both:
-        model.tok_embeddings.weight[13] = torch.nan
-    assert steps_of_same_tokens(both, [[13], *PROMPTS], [0, 9, 9, 9], **GREEDY) == 8
-
-
 # ---- texts that are continued ----------------------------------------------------------------------------------------
-
-
-def conversation(model: Transformer) -> Iterator[object]:
-    """Yield what sessions give that are fed, continued, forked, rewound, saved between two steps, and left early."""
-    first, second = model.session(Ids()), model.session(Ids())
-    for _ in range(2):  # in turn
-        for session in (first, second):
-            session.append(PROMPTS[2] if session is first else PROMPTS[0])
-            yield session.generate(11, **GREEDY)
-            yield session.generate(3, temperature=0.9, top_p=0.8, seed=4)
-    with first.stream(30, **GREEDY) as stream:
-        yield [next(stream) for _ in range(13)]
-        fork = first.fork()  # of a text that grows
-        yield [*stream]
-    yield fork.generate(20, **GREEDY)
-    with second.stream(30, **GREEDY) as stream:
-        yield [next(stream) for _ in range(5)]
-    yield second.generate(40, **GREEDY)  # more than the buffers have
-    second.rewind(9)
-    yield second.generate(9, **GREEDY)
-    yield model.generate_tokens([[1, 2], [3]], 9, prefix=first, **GREEDY)
-    yield model.generate_tokens([[1, 2]], 9, prefix=first, logprobs=True, **GREEDY)[0]
-    yield first.generate(5, **GREEDY)
-    yield [session.tokens for session in (first, second, fork)]
-    yield [session.position for session in (first, second, fork)]
-
-
-def test_sessions_have_the_texts_of_the_plain_path() -> None:
-    plain, fast = twins()
-    recordings = recordings_of(fast)
-    for ours, theirs in zip(conversation(fast), conversation(plain), strict=True):
-        assert ours == theirs
-    assert runner_of(fast).forwards > 150
-    assert len(recordings) <= 9  # one for each size and each set of options, not for each session
-
-
-def test_the_cache_of_a_session_has_the_positions_of_its_text_between_two_steps() -> None:
-    caches = []
-    for model in twins():
-        session = model.session(Ids())
-        session.feed(PROMPTS[0])
-        with session.stream(20, **GREEDY) as stream:
-            for _ in range(10):
-                next(stream)
-            caches.append(session.fork().cache.state(1, session.position - 1))
-    for ours, theirs in zip(*caches, strict=True):
-        for name in theirs:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-12)
 
 
 def test_after_an_interrupted_prompt_the_buffers_serve_texts_that_continue_another(
@@ -564,25 +431,6 @@ def test_a_session_with_another_kind_of_cache_is_plain_and_one_line_says_so(capl
         f"fast: kv_cache={kind!r} has no fast step; these kinds have one: static; the plain path runs instead"
         for kind in ("concat", "paged")
     ]
-
-
-def test_on_step_and_hooks_of_the_model_see_every_step_and_watch_is_called_before_each() -> None:
-    seen: list[Any] = [[], []]
-    plain, fast = twins()
-    for model, steps in zip((plain, fast), seen, strict=True):
-        model.generate_tokens(PROMPTS, 9, on_step=lambda step, to=steps: to.append(replace(step, cache=None)), **GREEDY)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 9
-    calls: list[object] = []
-    handle = fast.register_forward_hook(lambda *_: calls.append(1))
-    fast.generate_tokens(PROMPTS, 9, **GREEDY)
-    assert len(calls) == 9
-    assert runner_of(fast).forwards == 0
-    handle.remove()
-    watched: list[Sequence[int]] = []
-    runner_of(fast).watch = watched.append
-    fast.generate_tokens(PROMPTS, 4, **GREEDY)
-    assert watched == [[1, 1, 1]] * 3
 
 
 # ---- failures, memory, copies ----------------------------------------------------------------------------------------

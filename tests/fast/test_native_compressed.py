@@ -64,15 +64,6 @@ def test_steps_are_the_plain_ones_past_every_growth(kind: str, weights: str) -> 
 
 
 @each_kind
-def test_texts_are_the_plain_ones_while_rows_leave(kind: str) -> None:
-    plain, fast = twins("fp32", ARGS)
-    prompts = [TOKENS[row, :length].tolist() for row, length in enumerate(LENGTHS)]
-    how = {**GREEDY, "kv_cache": kind}
-    assert fast.generate_tokens(prompts, [30, 9, 17], **how) == plain.generate_tokens(prompts, [30, 9, 17], **how)
-    assert served(fast) == 29
-
-
-@each_kind
 def test_a_row_has_the_bits_that_it_has_alone_with_any_number_of_threads(kind: str) -> None:
     """Threads divide the keys of few rows, and the heads of many."""
     _, fast = twins("fp32", ARGS)

@@ -1,26 +1,22 @@
-"""The native stepper gives what the plain stepper gives by the same native code, to the bit.
+"""What the native stepper chooses, and its memory while models, caches and other texts change.
 
-The plain stepper belongs to a model of the same weights whose runner makes no stepper: each of its steps is a call of
-the model, which native code computes.
+`test_paths` compares its texts with those of plain steps, each of which is a call of the model by native code.
 """
 
-import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from ctypes import c_int64
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import pytest
 import torch
-from changes import CHANGES
 from fakes import Ids
-from generations import GREEDY, WAYS, any_batch
+from generations import GREEDY, WAYS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ARGS, FOLDER, VOCAB, needs_a_compiler, served, twins
+from native import FOLDER, VOCAB, needs_a_compiler, served, twins
+from paths import native as native_path
 from tables import cases
 from threads import elsewhere, in_threads
 from torch import Tensor
@@ -34,119 +30,21 @@ from llama.fast.native_structs import Choice, NativeBatch, NativeModel
 from llama.generation import make_stepper
 from llama.kv_cache import Cache, StaticCache
 from llama.model import Transformer
-from llama.request import Options, make_request
+from llama.request import make_request
 from llama.rows import Rows
 from llama.sampling import Sampler, Sampling, choose
-from llama.texts.session import Session
 
 pytestmark = needs_a_compiler
 PROMPTS = [[5, 9, 2, 44], [7] * 40, [3, 3, 8, 1, 60, 12, 30]]
-CACHES = ("static", "int8", "int4", "rotated:k4v3+1", "paged", "adakv:0.25")
-each_cache = pytest.mark.parametrize("kv_cache", cases(CACHES, "paged", "adakv:0.25"))
-each_cache_and_way = pytest.mark.parametrize(
-    ("kv_cache", "way"),
-    cases(
-        [*(("static", way) for way in WAYS), *((kv_cache, "sampled in every way") for kv_cache in CACHES[1:])],
-        *(("static", "greedy"), ("rotated:k4v3+1", "sampled in every way")),
-    ),
-)
 
 
-class Looping(NativeRunner):
-    """Leaves every step to the plain stepper."""
-
-    def stepper(self, model: Transformer, batch: Any, cache: Any) -> None:
-        return None
-
-
-def pair(**args: Any) -> tuple[Transformer, Transformer]:
+def pair(kv_cache: str) -> tuple[Transformer, Transformer]:
     """Return a model with the plain stepper, of which each step is a native call, and one with the native stepper."""
-    _, native = twins("fp32", replace(ARGS, **args))
-    loop = copy.deepcopy(native)
-    loop.runner = Looping(FOLDER)
-    return loop, native
+    path = native_path(kv_cache)
+    return path.plain, path.fast
 
 
-@contextmanager
-def watched_steps(model: Transformer) -> Iterator[list[int]]:
-    """Yield a list to which each native step adds its number of rows."""
-    seen: list[int] = []
-    assert model.runner is not None
-    model.runner.watch = lambda lengths: seen.append(sum(lengths))
-    try:
-        yield seen
-    finally:
-        model.runner.watch = None
-
-
-# ---- the same tokens -------------------------------------------------------------------------------------------------
-
-
-@each_cache_and_way
-def test_native_steps_make_the_tokens_of_plain_steps(way: str, kv_cache: str) -> None:
-    loop, native = pair(kv_cache=kv_cache)
-    for prompts, room in ((PROMPTS, [40, 9, 33]), (PROMPTS[:2], [2, 2])):
-        how: Options = {**WAYS[way], "seed": list(range(len(prompts)))}
-        before = served(loop), served(native)
-        theirs = loop.generate_tokens(prompts, room, **how)
-        with watched_steps(native) as steps:
-            assert native.generate_tokens(prompts, room, **how) == theirs
-        assert steps == [sum(step < left for left in room) for step in range(1, max(room))]  # rows that have not ended
-        assert served(loop) - before[0] == served(native) - before[1] >= max(room) - 1
-
-
-@lru_cache  # made by the first test, not when tests are collected: a machine may have no compiler
-def short_pair(kv_cache: str) -> tuple[Transformer, Transformer]:
-    return pair(kv_cache=kv_cache, max_seq_len=80)
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_any_batch_with_any_lengths_and_any_stops(data: st.DataObject) -> None:
-    prompts, room, stops, how = data.draw(any_batch(VOCAB, most_stops=40))
-    loop, native = short_pair(data.draw(st.sampled_from(CACHES)))
-    before = served(loop), served(native)
-    theirs = loop.generate_tokens(prompts, room, stop_ids=stops, **how)
-    assert native.generate_tokens(prompts, room, stop_ids=stops, **how) == theirs
-    assert served(loop) - before[0] == served(native) - before[1]
-
-
-@each_cache
-def test_up_to_the_last_position_of_the_model(kv_cache: str) -> None:
-    loop, native = pair(kv_cache=kv_cache, max_seq_len=64)
-    prompts, room = [[1] * 20, [2] * 63, [3]], [44, 1, 63]
-    assert native.generate_tokens(prompts, room, **GREEDY) == loop.generate_tokens(prompts, room, **GREEDY)
-
-
-@each_cache
-def test_rows_that_share_their_beginning_or_begin_with_a_session(kv_cache: str) -> None:
-    prompts = [[4] * 35 + [n] for n in range(3)]
-    made = []
-    for model in pair(kv_cache=kv_cache):
-        session = model.session(Ids())  # type: ignore[arg-type]
-        session.feed([9] * 20)
-        shared = model.generate_tokens(prompts, 20, share_prefix=True, **GREEDY)
-        assert shared == model.generate_tokens(prompts, 20, **GREEDY)
-        made.append((shared, model.generate_tokens(prompts, 20, prefix=session, **GREEDY)))
-    assert made[0] == made[1]
-
-
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_logits_that_are_not_finite_are_reported_at_the_same_step(way: str) -> None:
-    loop, native = pair(tied_head=False)
-    texts, _ = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
-    fatal = texts[2][12]
-    assert fatal not in texts[2][:12] + texts[0][:13] + texts[1][:4]
-    said = []
-    for model in (loop, native):
-        model.tok_embeddings.weight[fatal] = torch.nan
-        for room in ([30, 4, 30], [30, 4, 13]):  # a row that has ended does not feed the token
-            try:
-                said.append([model.generate_tokens(PROMPTS, room, **WAYS[way])])
-            except NonFiniteLogits as error:
-                said.append([(error.step, error.row)])
-    assert said[:2] == said[2:]
-    assert said[0] == [(13, 2)]
+# ---- choices ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -235,7 +133,7 @@ def test_native_code_decides_nearly_every_draw(spread: float) -> None:
 
 @pytest.mark.parametrize("way", cases(["sampled", "sampled in every way"], "sampled in every way"))
 def test_the_sampler_draws_what_native_code_does_not_decide(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, native = pair()
+    loop, native = pair("static")
     expected = loop.generate_tokens(PROMPTS, 30, **WAYS[way])
     run, calls = NativeForward.__call__, []
 
@@ -256,7 +154,7 @@ def test_the_sampler_draws_what_native_code_does_not_decide(way: str, monkeypatc
 def test_the_sampler_decides_if_only_native_code_finds_infinite_logits(way: str) -> None:
     """Sums of numbers near the end of float32 overflow in one order and not in another."""
     made = []
-    for model in pair(tied_head=False):
+    for model in pair("static"):
         head = model.output.weight.detach()
         scale = 5e37 / float(model(torch.tensor([PROMPTS[0]])).abs().max())
         model.output.weight = torch.nn.Parameter(head * scale, requires_grad=False)
@@ -267,146 +165,7 @@ def test_the_sampler_decides_if_only_native_code_finds_infinite_logits(way: str)
     assert made[0] == made[1]
 
 
-# ---- sessions --------------------------------------------------------------------------------------------------------
-
-
-class Stopping(Ids):
-    stop_tokens: tuple[int, ...] = ()
-
-
-def state_of(session: Session) -> list[Any]:
-    """Return all that a session continues from."""
-    states = session.cache.state(1, session._cached_len)
-    logits = None if session.logits is None else session.logits.tolist()
-    parts = [{name: part.tolist() for name, part in state.items()} for state in states]
-    return [session.tokens, session.fed, session._cached_len, session._written, logits, parts]
-
-
-@pytest.mark.parametrize(
-    ("kv_cache", "way"),
-    cases(
-        [("static", "greedy"), *((kv_cache, "sampled in every way") for kv_cache in CACHES)],
-        *(("static", "greedy"), ("rotated:k4v3+1", "sampled in every way")),
-    ),
-)
-def test_native_and_plain_steps_leave_a_session_in_the_same_state(way: str, kv_cache: str) -> None:
-    how: Options = {**WAYS[way], "seed": 5, "echo": False}
-    tokenizer = Stopping()
-    sessions = [model.session(tokenizer) for model in pair(kv_cache=kv_cache)]  # type: ignore[arg-type]
-    made: list[list[Any]] = [[], []]
-    for results, session in zip(made, sessions, strict=True):
-        session.feed([5, 6, 7] * 12)
-        results.append((session.generate(25, **how), state_of(session)))
-    tokenizer.stop_tokens = (made[0][0][0]["ids"][9],)
-    for results, session in zip(made, sessions, strict=True):
-        session.rewind(36)
-        results.append((session.generate(25, **how), state_of(session)))  # ends before a stop token, with its logits
-        results.append((session.fork().generate(3, **how), state_of(session)))
-        session.append([1, 2])
-        results.append((session.generate(5, **how), state_of(session)))
-    assert made[0] == made[1]
-    if way == "greedy":
-        assert made[0][1][0]["finish_reason"] == "stop"
-        assert made[0][1][1][4] is not None
-
-
-def test_the_stream_of_a_session_may_be_left_anywhere() -> None:
-    made = []
-    for model in pair():
-        session = model.session(Ids())  # type: ignore[arg-type]
-        session.feed([5, 6, 7])
-        with watched_steps(model) as steps:
-            session.generate(10, **GREEDY)
-        with session.stream(20, **GREEDY) as stream:
-            pieces = [next(stream) for _ in range(4)]
-            others = model.generate_tokens([[1, 2]], 5, **GREEDY)  # another text of the model in between
-            pieces += [next(stream) for _ in range(3)]
-        made.append((pieces, others, session.generate(4, **GREEDY), state_of(session)))
-    assert steps == [1] * 9
-    assert made[0] == made[1]
-
-
-# ---- every step is seen ----------------------------------------------------------------------------------------------
-
-
-def test_on_step_and_hooks_see_every_step() -> None:
-    _, native = pair()
-    told: list[Any] = []
-    for how in ({"on_step": told.append}, {"kv_caching": False}):
-        with watched_steps(native) as steps:
-            native.generate_tokens(PROMPTS, 6, **GREEDY, **how)  # type: ignore[arg-type]
-        assert steps == []
-    assert len(told) == 6
-    shapes = []
-    hook = native.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
-    hook.only_looks = True  # type: ignore[attr-defined]
-    native.generate_tokens(PROMPTS, 6, **GREEDY)
-    assert shapes == [(3, 40), *[(3, 1)] * 5]
-
-
 # ---- between two tokens ----------------------------------------------------------------------------------------------
-
-
-def replace_the_runner(model: Transformer) -> None:
-    model.runner = None
-
-
-def put_another_runner(model: Transformer) -> None:
-    model.runner = Looping(FOLDER)
-    model.norm.weight = torch.nn.Parameter(model.norm.weight.flip(0), requires_grad=False)
-
-
-def hook_the_model(model: Transformer) -> None:
-    model.register_forward_hook(lambda _, __, logits: -logits)
-
-
-def switch_off_each_layer(model: Transformer) -> None:
-    for block in model.blocks:
-        block.attention.kv_caching = False
-
-
-def choose_what_is_no_token(model: Transformer) -> None:
-    head = model.output.weight
-    model.output.weight = torch.nn.Parameter(torch.cat([head, head * 9, -head * 9]), requires_grad=False)
-
-
-def limit_the_length(model: Transformer) -> None:
-    model.args = replace(model.args, max_seq_len=10)
-
-
-def choose_another_kind(model: Transformer) -> None:
-    model.kv_cache = "paged"
-
-
-BETWEEN = {
-    **{change.__name__: change for change in (replace_the_runner, put_another_runner, hook_the_model)},
-    **{change.__name__: change for change in (switch_off_each_layer, limit_the_length, choose_another_kind)},
-    "choose_what_is_no_token": choose_what_is_no_token,
-    **{
-        change: CHANGES[change]
-        for change in ("edit_in_place", "double", "take_a_layer", "replace_a_method_of_the_model")
-    },
-}
-
-
-@pytest.mark.parametrize("change", BETWEEN)  # `test_changed_models` has all changes
-def test_a_change_between_two_tokens_of_a_stream_takes_effect_at_the_next_token(change: str) -> None:
-    outcomes = []
-    for model in pair():
-        pieces: list[object] = []
-        before = served(model)
-        try:
-            for made, piece in enumerate(model.stream(Ids(), PROMPTS[::2], 12, **GREEDY)):  # type: ignore[arg-type]
-                pieces.append(piece)
-                if made == 9:
-                    runner = model.runner
-                    with suppress(RuntimeError, ValueError):
-                        BETWEEN[change](model)
-        except Exception as error:  # of any class, the same for both
-            pieces.append((type(error), str(error)))
-        model.runner = runner
-        outcomes.append((pieces, served(model) - before))
-    assert outcomes[0] == outcomes[1]
 
 
 def move_the_cache(cache: Cache) -> None:
@@ -425,7 +184,7 @@ def assign_a_method(cache: Cache) -> None:
 @pytest.mark.parametrize("change", [Cache.free, move_the_cache, assign_a_method])
 def test_a_change_of_a_sessions_cache_takes_effect_at_the_next_token(change: Callable[[Cache], None]) -> None:
     outcomes = []
-    for model in pair():
+    for model in pair("static"):
         session = model.session(Ids())  # type: ignore[arg-type]
         session.feed([5, 6, 7] * 9)
         pieces: list[object] = []
@@ -445,7 +204,7 @@ def test_a_change_of_a_sessions_cache_takes_effect_at_the_next_token(change: Cal
 
 
 def test_during_a_step_its_cache_rejects_other_calls_and_the_model_does_not() -> None:
-    _, native = pair()
+    _, native = pair("static")
     session = native.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7])
     expected = session.fork().generate(6, **GREEDY)["ids"]
@@ -469,7 +228,7 @@ def test_during_a_step_its_cache_rejects_other_calls_and_the_model_does_not() ->
 
 def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
     """Each enlarges their pool, which moves the blocks of the others."""
-    _, model = pair(kv_cache="paged")
+    _, model = pair("paged")
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 7)
     before = served(model)
@@ -484,7 +243,7 @@ def test_forks_that_share_blocks_step_at_once_in_threads() -> None:
 
 def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:
     """No other code runs between these steps, so the model is not compared again."""
-    _, model = pair(kv_cache="paged")
+    _, model = pair("paged")
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 7)
     expected = session.fork().generate(60, **GREEDY)["ids"]
@@ -498,7 +257,7 @@ def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:
             ids += [token.id for token in batch.record(chosen)]
             if step == 3:
                 before = cache.layers[0].keys
-                elsewhere(lambda: other.append([1] * 150))
+                elsewhere(lambda: other.append([1] * 120))
                 assert cache.layers[0].keys is not before
             if len(ids) == 60:
                 break
@@ -507,7 +266,7 @@ def test_a_stretch_of_steps_detects_that_a_fork_has_moved_the_pool() -> None:
 
 def test_weights_that_are_moved_or_freed_under_a_native_step_live_as_long_as_it() -> None:
     """Between the comparison and the step, another thread casts the model and allocates the freed memory."""
-    _, model = pair()
+    _, model = pair("static")
     expected = model.generate_tokens(PROMPTS, 6, **GREEDY)
     taken: list[Tensor] = []
     sizes = {weight.numel() for weight in model.parameters()}
@@ -535,7 +294,7 @@ def test_the_memory_of_weights_that_have_moved_is_not_used() -> None:
 
 
 def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None:
-    _, model = pair()
+    _, model = pair("static")
     session = model.session(Ids())  # type: ignore[arg-type]
     session.feed([5, 6, 7] * 9)
     expected = session.fork().generate(6, **GREEDY)["ids"]
@@ -555,7 +314,7 @@ def test_a_cache_that_is_freed_under_a_native_step_lives_as_long_as_it() -> None
 
 @pytest.mark.parametrize("leave", ["close", "delete"])
 def test_a_stream_that_is_closed_or_deleted_frees_its_cache(leave: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, native = pair()
+    _, native = pair("static")
     caches: list[weakref.ref[Any]] = []
     reserve = NativeCache.reserve
 

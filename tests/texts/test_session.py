@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from fakes import Bytes
+from paths import Forgetful
 from refusals import unrefused
 from tables import cases
-from tiny import FP64_TOLERANCE, failing, tiny_args, tiny_model, watched
+from tiny import FP64_TOLERANCE, tiny_args, tiny_model, watched
 
-from llama.kv_cache import PagedCache, StaticCache
+from llama.kv_cache import KVCache, PagedCache
 from llama.model import Transformer
 from llama.request import Options
 from llama.texts.session import Session
@@ -37,11 +38,7 @@ ARGS = tiny_args(vocab_size=258, head_dim=32, max_seq_len=160)
 TEXT = "a text that is long enough to fill a group, and to leave a window of twenty"
 
 
-class Forgetful(StaticCache, kind="forgetful"):
-    """A kind that cannot be truncated."""
-
-    def truncate(self, position: int) -> bool:
-        return False
+assert Forgetful in KVCache.kinds.values()
 
 
 def made(kv_cache: str = "static", *, text: str = "", **changes: Any) -> tuple[Transformer, Session]:
@@ -75,9 +72,11 @@ def test_only_what_is_new_is_fed(kv_cache: str, caplog: pytest.LogCaptureFixture
         assert session.feed(TEXT) == 0
         assert session.feed(TEXT + " more") == 5
         assert session.append(" and more") == 9
-    assert steps.widths == [first, 5, 9]
-    assert session.tokens == ids(TEXT + " more and more")
-    assert session.fed == session.position == first + 14
+        assert session.fed == session.position == first + 14
+        session.generate(3, **GREEDY)  # the newest one is fed with what follows it
+    assert steps.widths == [first, 5, 9, 1, 1]
+    assert session.tokens[:-3] == ids(TEXT + " more and more")
+    assert session.fed == session.position - 1
     assert "differs from the one before" not in caplog.text
 
 
@@ -127,20 +126,6 @@ def test_a_prompt_ends_where_a_text_is_fed_from_its_beginning_unless_the_caller_
     session.feed("three", prompt_ends=True)
     model.session(Bytes()).feed("four", prompt_ends=False)
     assert ends == [True, False, True, False]
-
-
-@kinds("paged", "int8", "forgetful", of=(*KINDS, "forgetful"))
-def test_turn_after_turn_is_the_whole_text(kv_cache: str) -> None:
-    model, session = made(kv_cache)
-    session.feed(TEXT[:30])
-    for turn in ("one", " and two", " three"):
-        session.append(turn)
-        before = list(session.tokens)
-        result = session.generate(7, **GREEDY)
-        assert session.tokens == before + result["ids"]
-        if kv_cache in LOSSLESS:
-            assert result["ids"] == whole(model, before, 7)
-    assert session.fed == session.position - 1  # the newest one is fed with what follows it
 
 
 def test_without_the_cache_everything_is_fed_each_time() -> None:
@@ -256,20 +241,6 @@ def test_forks_of_a_paged_session_share_memory_until_they_write_and_give_it_back
 # ---- rewinding -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kv_cache", "position"), [("static", 1), ("concat", 33), ("paged", 70), ("forgetful", 33)])
-def test_a_rewound_session_continues_as_the_shorter_text(kv_cache: str, position: int) -> None:
-    model, session = made(kv_cache, text=TEXT)
-    session.generate(5, **GREEDY)
-    kept = session.tokens[:position]
-    session.rewind(position)
-    assert session.tokens == kept
-    assert session.generate(6, **GREEDY)["ids"] == whole(model, kept, 6)
-    session.rewind(0)
-    with pytest.raises(ValueError, match="no text yet"):
-        session.generate(1)
-    assert session.feed(TEXT) == len(TEXT) + 1
-
-
 @kinds("paged", "int4", "h2o:20", "forgetful", of=(*EVERY, "forgetful"))
 def test_rows_may_begin_with_a_session_that_was_rewound(kv_cache: str) -> None:
     """The cache is truncated, or fed again, and the session can still go on."""
@@ -314,16 +285,6 @@ def test_after_a_call_that_did_not_end_a_text_is_fed_again_only_if_its_cache_can
 # ---- others ----------------------------------------------------------------------------------------------------------
 
 
-def test_leaving_a_stream_early_keeps_its_tokens() -> None:
-    model, session = made(text=TEXT)
-    stream = session.stream(10, **GREEDY)
-    next(stream)
-    stream.close()
-    assert session.position >= len(TEXT) + 2
-    before = list(session.tokens)
-    assert session.generate(5, **GREEDY)["ids"] == whole(model, before, 5)
-
-
 def test_a_stream_whose_text_was_changed_is_refused() -> None:
     model, session = made(text=TEXT)
     stream = session.stream(10, **GREEDY)
@@ -350,24 +311,6 @@ def test_a_stream_continues_after_its_session_was_a_prefix(kv_cache: str) -> Non
         (result,) = session.model.generate(Bytes(), ["x"], 4, prefix=session, **GREEDY)
         assert result["ids"] == branch.generate(4, **GREEDY)["ids"]
     assert stream.finish()["ids"] == alone
-
-
-@kinds("paged", of=LOSSLESS)
-def test_every_row_may_begin_with_a_session(kv_cache: str) -> None:
-    model, session = made(kv_cache, text=TEXT)
-    session.generate(3, **GREEDY)
-    session.append("!")
-    prompts = [" one", " and a second one", " three"]
-    rows = [[*session.tokens, *prompt.encode()] for prompt in prompts]
-    with watched(model) as steps:
-        results = model.generate(Bytes(), prompts, 6, prefix=session, **GREEDY)
-    assert max(steps.widths) == max(map(len, prompts))
-    assert [result["ids"] for result in results] == [whole(model, row, 6) for row in rows]
-    again = model.generate(Bytes(), prompts, 6, prefix=session, share_prefix=True, **GREEDY)
-    off = model.generate(Bytes(), prompts, 6, prefix=session, kv_caching=False, **GREEDY)
-    assert results == again == off
-    before = list(session.tokens)
-    assert session.generate(4, **GREEDY)["ids"] == whole(model, before, 4)
 
 
 def test_a_deep_copy_of_a_session_is_in_no_call() -> None:
@@ -405,28 +348,6 @@ def test_a_session_serves_from_any_thread_but_one_at_a_time(tmp_path: Path) -> N
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-@kinds("paged", "int8", "forgetful", of=(*KINDS, "forgetful"))
-def test_an_error_leaves_the_last_whole_token(kv_cache: str) -> None:
-    model, session = made(kv_cache, text=TEXT)
-    error = KeyboardInterrupt if kv_cache == "paged" else MemoryError
-    with failing(model.layers[1], error, after=3), pytest.raises(error):
-        session.generate(9, **GREEDY)
-    expected = made(kv_cache, text=TEXT)[1].generate(9, **GREEDY)["ids"]
-    new = session.tokens[len(TEXT) + 1 :]
-    assert new == expected[: len(new)]
-    assert len(new) == 4
-    rest = session.generate(9 - len(new), **GREEDY)["ids"]
-    if kv_cache in (*LOSSLESS, "forgetful"):
-        assert new + rest == expected
-    with failing(model.layers[1], error), pytest.raises(error):
-        session.append("lost")
-    before = list(session.tokens)
-    session.append("found")
-    assert session.tokens == [*before, *b"found"]
-    if kv_cache in (*LOSSLESS, "forgetful"):
-        assert session.generate(4, **GREEDY)["ids"] == whole(model, [*before, *b"found"], 4)
 
 
 def test_what_no_session_can_do_is_refused() -> None:
