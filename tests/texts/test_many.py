@@ -1,13 +1,12 @@
 """llama/texts/many.py on real models: a text among others has the bits of the text alone."""
 
 import logging
-import random
 import runpy
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +23,12 @@ from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.model import Transformer
 from llama.texts.many import Writer, steady
 from llama.texts.scheduler import Texts
-from llama.texts.text_caches import LEAST
 
-NATIVE = ("static", "paged")
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.2, "top_k": 30, "seed": 5},
     {"temperature": 0.8, "repetition_penalty": 1.3, "top_p": 0.9, "seed": 6},
 ]
-
-
-def some_texts(texts: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw prompts, half of which begin alike, with their own settings and lengths."""
-    draw = random.Random(seed)
-    common = [draw.randrange(VOCAB) for _ in range(60)]
-    prompts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, 70))] for _ in range(texts)]
-    return [
-        {
-            "prompt": common[: draw.randint(30, 60)] + prompt if draw.random() < 0.5 else prompt,
-            "max_gen_len": draw.randint(1, 30),
-            "logprobs": True,
-            **draw.choice(WAYS),
-        }
-        for prompt in prompts
-    ]
-
-
-def together(texts: Texts, given: list[dict[str, Any]], seed: int = 0) -> list[tuple[list[int], list[float | None]]]:
-    """Add texts now and then, and return the ids and log-probabilities of each."""
-    draw = random.Random(seed)
-    made: dict[int, tuple[list[int], list[float | None]]] = {}
-    waiting, reused, predicted = list(given), set[int](), 0
-    while waiting or not texts.idle:
-        while waiting and draw.random() < 0.5:
-            made[texts.add(**waiting.pop(0))] = ([], [])
-        for event in texts.step():
-            assert event.error is None
-            reused.add(event.reused)
-            if event.token is not None:
-                made[event.number][0].append(event.token.id)
-                made[event.number][1].append(event.token.logprob)
-        predicted = max(predicted, texts.predicted_bytes)
-        assert texts.nbytes <= (texts._caches.most_bytes or predicted * 9 / 8)  # a pool grows by an eighth, and stays
-    assert texts._caches.root.empty or texts._caches.kept_bytes
-    assert texts._rows == 1 or not texts._caches.lossless or max(reused) >= LEAST, "no beginning was shared"
-    return list(made.values())
 
 
 def alone(model: Transformer, given: list[dict[str, Any]]) -> list[tuple[list[int], list[float | None]]]:
@@ -130,37 +90,37 @@ def test_a_text_for_whose_row_a_layer_has_no_memory_fails_alone_and_its_error_ke
 # ---- a text among others is the text alone ---------------------------------------------------------------------------
 
 
+def soaked(model: Transformer, *, tokens: int = 300, rows: int = 5, cache_bytes: int | None = None) -> Any:
+    """Return what scripts/soak_texts.py has compared: texts that come, guess, leave and are cancelled, each alone."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "soak_texts.py"))
+    script["soak"](model, done := script["Soak"](), tokens=tokens, rows=rows, seed=1, cache_bytes=cache_bytes)
+    return done
+
+
 @needs_a_compiler
 @pytest.mark.parametrize(
     ("kind", "kv_cache"),
     cases(
-        [(kind, kv_cache) for kind in ("fp32", "bf16", "int8", "int8 in bf16", "int4") for kv_cache in NATIVE],
-        *(("fp32", "static"), ("fp32", "paged")),
+        product(("fp32", "bf16", "int8", "int8 in bf16", "int4"), ("static", "paged")),
+        *(("fp32", "static"), ("int8", "paged")),
     ),
 )
 def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: str) -> None:
-    _, model = twins(kind, ARGS)
-    model.kv_cache = kv_cache
-    given = some_texts(14)
-    expected = alone(model, given)
-    for rows, piece, cache_bytes in ((5, 16, None), (16, 256, 300_000)):
-        assert together(Texts(model, rows=rows, piece=piece, cache_bytes=cache_bytes), given) == expected
+    _, model = twins(kind, replace(ARGS, kv_cache=kv_cache))
+    for rows, cache_bytes in ((5, None), (16, 300_000)):
+        assert soaked(model, rows=rows, cache_bytes=cache_bytes).differing == []
 
 
 @pytest.mark.slow
 @needs_a_compiler
 def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "soak_texts.py"))
     _, model = twins("fp32", ARGS)
-    soaked, broken = script["Soak"](), script["Soak"]()
-    script["soak"](model, soaked, tokens=600, rows=4, seed=1, cache_bytes=None)
-    assert soaked.tokens >= 600
-    assert soaked.texts > soaked.cancelled > 0
-    assert soaked.differing == []
+    done = soaked(model, tokens=600, rows=4)
+    assert done.tokens >= 600
+    assert done.texts > done.cancelled > 0
     join = StaticCache.join
     monkeypatch.setattr(StaticCache, "join", lambda self, other, rows, length: join(self, other, rows, length - 1))
-    script["soak"](model, broken, tokens=100, rows=4, seed=1, cache_bytes=None)
-    assert broken.differing
+    assert soaked(model, tokens=100).differing
 
 
 @needs_a_compiler
@@ -169,10 +129,11 @@ def test_no_prompt_of_many_texts_is_left_to_the_plain_path_because_it_is_faster(
     _, model = twins("fp32", ARGS)
     assert model.runner is not None
     model.runner.plain_prompts = True  # type: ignore[misc]
-    given = some_texts(3)
-    made = together(Texts(steady(model), rows=3), given)
+    prompts = some_tokens(3, 50, vocab_size=VOCAB).tolist()
+    made = dict(model.generate_many(Ids(), prompts, 9, temperature=0, logprobs=True))
     model.runner.plain_prompts = False  # type: ignore[misc]
-    assert made == alone(model, given)
+    given = [{"prompt": prompt, "max_gen_len": 9, "temperature": 0.0, "logprobs": True} for prompt in prompts]
+    assert [(made[row]["ids"], made[row]["logprobs"]) for row in range(3)] == alone(model, given)
 
 
 LIMITED = ["static", "concat", "paged", "paged:24", "paged@0;static"]
