@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,6 +21,7 @@ from llama.batch import NonFiniteLogits
 from llama.fast.graph_runner import GraphRunner
 from llama.request import Options, Step
 from llama.speculation import MOST, Guesser, Lookup, Width, accepted
+from llama.texts.scheduler import Texts
 from llama.verify.measured_run import measure_run
 from llama.verify.passes import reference_of
 
@@ -285,3 +287,29 @@ def test_guesses_that_change_a_text_are_a_violation_of_the_certificate(monkeypat
     monkeypatch.setattr("llama.generation.accepted", one_too_many)
     (violation,) = measure_run(model, reference, PROMPTS[:2], 12, seed=1).violations
     assert violation.startswith("free with guesses: ")
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kv_cache", ["static", "paged"])
+def test_texts_that_join_and_leave_are_what_they_are_alone(kv_cache: str) -> None:
+    model = guessed("int8").fast
+    alone = [model.generate_tokens([ids], 9 + row, temperature=0.7, seed=row)[0][0] for row, ids in enumerate(PROMPTS)]
+    texts, made = Texts(model, rows=3, kv_cache=kv_cache), dict[int, list[int]]()
+    for row, ids in enumerate(PROMPTS):
+        propose = partial(Noisy, [[*ids, *alone[row]]], row)
+        number = texts.add(ids, 9 + row, temperature=0.7, seed=row, speculate=propose if row else "lookup")
+        made[number] = []
+        for _ in range(2):
+            collect(texts, made)
+    while texts.running or texts.waiting:
+        collect(texts, made)
+    assert list(made.values()) == alone
+    with pytest.raises(ValueError, match="speculation needs a lossless cache"):
+        Texts(model, kv_cache="int8").add([1, 2], 3, speculate="lookup")
+
+
+def collect(texts: Texts, made: dict[int, list[int]]) -> None:
+    for event in texts.step():
+        assert event.error is None
+        made[event.number] += [] if event.token is None else [event.token.id]

@@ -120,7 +120,7 @@ def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pyt
     assert done.texts > done.cancelled > 0
     join = StaticCache.join
     monkeypatch.setattr(StaticCache, "join", lambda self, other, rows, length: join(self, other, rows, length - 1))
-    assert soaked(model, tokens=100).differing
+    assert soaked(model, tokens=100, rows=4).differing
 
 
 @needs_a_compiler
