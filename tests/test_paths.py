@@ -3,7 +3,6 @@
 `support/paths.py` has the paths. What one path alone has, its own tests have.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -246,18 +245,18 @@ def changing(model: Transformer, how: Options, *, change: str | None, room: list
 )
 def test_a_change_between_two_tokens_takes_effect_at_the_next_one(name: str, change: str) -> None:
     """Also if later tokens were verified before; the other rows keep their keys, their draws and their tokens."""
-    path = PATHS[name]()
     differ = {1} if name == "graphs" and change in WRITTEN else set()
     differ |= set() if name.startswith("native") else {2}  # the forwards of native code
 
-    def program(change: str | None, model: Transformer, how: Options) -> Iterator[object]:
-        for room, at in (([14], 4), ([14], 5), ([3, 20, 9], 10)):
-            if len(room) == 1 or not path.guesses:  # a guess decides which row has its tokens first
-                made = enumerate(changing(copy.deepcopy(model), how, change=change, room=room, at=at))
-                yield from (one for number, one in made if number not in differ)
+    def program(change: str | None, model: Transformer, how: Options, *, room: list[int], at: int) -> Iterator[object]:
+        made = enumerate(changing(model, how, change=change, room=room, at=at))
+        yield from (one for number, one in made if number not in differ)
 
-    how: Options = {"temperature": 0.9, "seed": 3}
-    path.same(partial(program, change), partial(program, None), how=how, share=1.0)
+    for room, at in (([14], 4), ([14], 5), ([3, 20, 9], 10)):
+        path = PATHS[name]()
+        if len(room) == 1 or not path.guesses:  # a guess decides which row has its tokens first
+            both = (partial(program, one, room=room, at=at) for one in (change, None))
+            path.same(*both, how={"temperature": 0.9, "seed": 3}, share=1.0)
 
 
 @pytest.mark.parametrize("name", ["native static", "graphs"])
