@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from references import hf_llama
 from tables import cases
 from torch import Tensor
 
@@ -61,6 +62,19 @@ def test_positions_and_next_logits_are_those_of_kvpress(number: int, kind: str) 
     logits = model(tokens[:, length : length + 1], length, cache=cache)[0, -1]
     expected = torch.tensor([float(logit) for logit in run["logits"].split()], dtype=torch.float64)
     torch.testing.assert_close(logits[: len(expected)], expected, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", sorted(MODELS[0]["runs"])[1::2])  # each kind with the other share
+def test_a_kind_in_a_model_of_transformers_keeps_the_positions_of_kvpress(kind: str) -> None:
+    pytest.importorskip("transformers")
+    from llama.kv_cache.transformers import KindCache  # takes seconds
+
+    (model, tokens), run = model_of(0), MODELS[0]["runs"][kind]
+    theirs = hf_llama(model)
+    cache = KindCache(theirs, kind)
+    theirs(tokens[:, : run["length"]], past_key_values=cache)
+    assert kept_positions(cache.kinds, 0) == expected_positions(run)
 
 
 @torch.inference_mode()
