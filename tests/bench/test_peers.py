@@ -123,6 +123,20 @@ def test_peers_make_the_ids_that_we_make(name: str, changes: dict[str, Any]) -> 
             assert engine.run(prompts, OUTPUT_LEN, kv_caching=False).ids == expected
 
 
+def test_transformers_takes_a_kind_of_cache_with_its_bytes_and_llama_cpp_does_not() -> None:
+    installed("transformers")
+    model = model_of(kv_cache="knorm:4")
+    engine = TransformersEngine(model, Bytes())
+    here, there = (one.run(PROMPTS, OUTPUT_LEN, kv_caching=True) for one in (LlamaEngine(model, Bytes()), engine))
+    assert (here.ids, here.cache_bytes) == (there.ids, there.cache_bytes)
+    assert engine.path.endswith(" eager, KindCache")
+    text = engine.conversation(40, kv_caching=True)
+    text.feed(PROMPTS[0])
+    assert text.cache_bytes == 2 * 2 * 4 * (2 * 8 * 4 + 4), "2 layers x 2 heads keep 4 positions of 8 numbers"
+    with pytest.raises(ValueError, match=r"kv_cache='int8': llama\.cpp has a cache of its own; leave it out"):
+        Cell(engine="llama.cpp", kv_cache="int8")
+
+
 def test_conversations_keep_their_cache_and_choose_our_tokens(name: str) -> None:
     model = model_of()
     if name == OPENVINO:

@@ -1,6 +1,7 @@
 """The model `llama_kv` answers lm-eval's requests as lm-eval's `hf` does, and through each kind of cache."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,18 @@ def test_a_continuation_that_merges_into_its_context_is_encoded_alone(folder: Pa
         assert alone[0] < 0
     with pytest.raises(ValueError, match=r"the continuation of '<\|begin_of_text\|>the' has no tokens; leave this"):
         model.loglikelihood(asked(("the", "")))
+
+
+def test_the_hf_model_generates_with_a_kind_of_cache_by_the_lines_of_the_page(folder: Path) -> None:
+    """Contexts are padded on the left there, two at a time."""
+    page = (Path(__file__).parents[2] / "docs" / "quality.md").read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(from lm_eval.*?)\n\n\nprint", page, flags=re.DOTALL)[0], names := dict[str, Any]())
+    theirs = names["WithKind"](str(folder / "model"), dtype="float32", device="cpu", batch_size=2)
+    texts = asked(
+        *((f"{one} {other} {one}", {"until": ["\n"], "max_gen_toks": 9}) for one in CONTEXTS for other in "ab")
+    )
+    snapkv, static = (of(folder, kind).generate_until(texts) for kind in ("snapkv:0.5", "static"))
+    assert theirs.generate_until(texts) == snapkv != static
 
 
 def _numbers(value: Any) -> list[float]:

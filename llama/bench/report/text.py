@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from llama.bench.cell import FULL
 from llama.bench.report.cells import cell_views
 from llama.bench.report.columns import Column, Table, column, written
 from llama.bench.report.contents import (
@@ -50,7 +51,8 @@ def cell_text(report: Report, index: int) -> str:
         # The text of the first row; control characters that could steer a terminal are shown as escapes.
         text = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in row.get("text", ""))
         count = report["environment"].get("threads") if cell.device == "cpu" else None
-        threads, kind = f", threads: {count}" if count else "", cell.kv_cache if view.is_ours else "its own"
+        threads = f", threads: {count}" if count else ""
+        kind = cell.kv_cache if view.is_ours or cell.kv_cache != FULL else "its own"
         names = [*CELL_COLUMNS, *("proposed", "accepted") * bool(cell.speculate)]
         in_megabytes = Column("", scale=1 / MB, form=".2f", unit=" MB").write
         lines += [

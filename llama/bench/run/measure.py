@@ -116,7 +116,7 @@ def make_work(
     """
     layout = layout_of(cell, stored)
     fed = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-    cache = cache_of(args, cell)
+    cache = cache_of(args)
     bound, per_position = cache.bound, cache.position_bytes(cell.cache_itemsize)
 
     def flops(start_pos: int, seqlen: int) -> int:

@@ -51,7 +51,7 @@ def reserved_cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
     All rows are alike: ROWS of them are predicted, and more in proportion.
     """
     rows = min(cell.batch_size, ROWS)
-    predicted = cache_of(args, cell).predicted_bytes(
+    predicted = cache_of(args).predicted_bytes(
         prompts=[min(fed, cell.input_len)] * rows,
         ends=[fed] * rows,
         reserved=(rows, cell.total_len),
@@ -60,9 +60,9 @@ def reserved_cache_bytes(args: ModelArgs, cell: Cell, fed: int) -> int:
     return predicted * cell.batch_size // rows
 
 
-def cache_of(args: ModelArgs, cell: Cell) -> Cache:
-    """Return an empty cache that predicts its bytes: of the cell's kind, or static for other engines."""
-    return Cache.of(args, args.kv_cache if cell.engine == "llama" else "static")
+def cache_of(args: ModelArgs) -> Cache:
+    """Return an empty cache of the cell's kind, which predicts its bytes."""
+    return Cache.of(args, args.kv_cache)
 
 
 def make_ledger(

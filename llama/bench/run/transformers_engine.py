@@ -1,14 +1,15 @@
 """transformers as an engine of the benchmark, with the weights of our model."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from llama.bench.cell import Cell
+from llama.bench.cell import FULL, Cell
 from llama.bench.run.engines import (
     Conversation,
     Engine,
@@ -27,7 +28,7 @@ from llama.streaming import TextCodec
 
 
 class TransformersEngine(Engine):
-    """transformers' `generate` with its defaults: eager, with its default attention and its default cache."""
+    """transformers' `generate` with its defaults: eager, its default attention, and for `static` its default cache."""
 
     @staticmethod
     def package() -> Any:
@@ -55,11 +56,13 @@ class TransformersEngine(Engine):
         # The ends and the sampling of a checkpoint's file must not end a row early.
         twin.generation_config = transformers.GenerationConfig(pad_token_id=0)
         self.model: Any = twin.eval()
-        path = f"transformers {transformers.__version__} eager, {config._attn_implementation}"
+        self.kind = model.args.kv_cache
+        attention = config._attn_implementation if self.kind == FULL else "KindCache"
+        path = f"transformers {transformers.__version__} eager, {attention}"
         super().__init__(model.args, tokenizer, path=path, weights_bytes=stored_weight_bytes(twin))
 
     def run(self, prompts: Prompts, output_len: int, *, kv_caching: bool, steps: int | None = None) -> Run:
-        """Continue every prompt; see `Engine`. The cache grows with the text, so `steps` reserve nothing."""
+        """Continue every prompt; see `Engine`. transformers' cache grows with the text; kinds reserve all of it."""
         make_request(self.args, kv_caching, prompts, output_len, (), {})  # refuses what cannot be run
         count = min(steps or output_len, output_len)
         run = Run(cache_bytes=0, cache_length=0, logits_bytes=0)
@@ -68,14 +71,23 @@ class TransformersEngine(Engine):
             run.started = time.perf_counter()
             ids, mask = _left_padded(prompts, self.model.device)
             asked = {"max_new_tokens": count, "do_sample": False, "use_cache": kv_caching}
-            made = self.model.generate(ids, attention_mask=mask, streamer=clock, **asked)
+            cache = self._new_cache(len(ids), ids.shape[1] + output_len) if kv_caching else None
+            made = self.model.generate(ids, attention_mask=mask, past_key_values=cache, streamer=clock, **asked)
         run.token_times = clock.times[1:]  # the first is the prompt's
         run.ids = made[:, ids.shape[1] :].tolist()
         return run
 
     def conversation(self, length: int, *, kv_caching: bool) -> "TransformersConversation":
         """Return an empty text; see `Engine`."""
-        return TransformersConversation(self.model, kv_caching=kv_caching)
+        return TransformersConversation(self.model, partial(self._new_cache, 1, length) if kv_caching else None)
+
+    def _new_cache(self, rows: int, length: int) -> Any:
+        """Return an empty cache of the engine's kind, for so many rows and positions."""
+        if self.kind == FULL:
+            return self.package().DynamicCache(config=self.model.config)
+        from llama.kv_cache.transformers import KindCache  # imports transformers
+
+        return KindCache(self.model, self.kind, rows=rows, length=length, max_seq_len=self.args.max_seq_len)
 
     @contextmanager
     def _watched(self, run: Run, last: int) -> Iterator[None]:
@@ -99,8 +111,8 @@ class TransformersEngine(Engine):
 class TransformersConversation(Conversation):
     """transformers' `generate` with its cache kept between calls; a text that does not continue is fed again."""
 
-    def __init__(self, model: Any, *, kv_caching: bool) -> None:
-        self._model, self._kv_caching = model, kv_caching
+    def __init__(self, model: Any, new_cache: Callable[[], Any] | None) -> None:
+        self._model, self._new_cache = model, new_cache
         self._cache: Any = None
         self._ids: list[int] = []
 
@@ -109,10 +121,10 @@ class TransformersConversation(Conversation):
         return 0 if self._cache is None else _cached_bytes(self._cache)
 
     def feed(self, ids: list[int]) -> int:
-        if self._kv_caching and (self._cache is None or cached_prefix(self._ids, ids) < len(self._ids)):
-            self._cache = TransformersEngine.package().DynamicCache(config=self._model.config)
+        if self._new_cache and (self._cache is None or cached_prefix(self._ids, ids) < len(self._ids)):
+            self._cache = self._new_cache()
         given = torch.tensor([ids], device=self._model.device)
-        asked = {"max_new_tokens": 1, "do_sample": False, "use_cache": self._kv_caching}
+        asked = {"max_new_tokens": 1, "do_sample": False, "use_cache": self._new_cache is not None}
         with hooked(self._model, self._count, lambda *_: None), torch.inference_mode():
             mask = torch.ones_like(given)
             made = self._model.generate(given, attention_mask=mask, past_key_values=self._cache, **asked)
@@ -127,7 +139,8 @@ class TransformersConversation(Conversation):
 
 
 def _cached_bytes(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    own: int | None = getattr(cache, "nbytes", None)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) if own is None else own
 
 
 class _Clock:
