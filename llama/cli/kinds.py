@@ -31,7 +31,7 @@ def main(*kinds: str) -> int:
     console.put(
         f"\nChoose one by --kv_cache NAME or NAME:PARAMS. Also accepted: {also}.\n"
         f"bytes: of a prompt of {_PROMPT} tokens in float32, as a part of those of static; the sizes of SmolLM2-135M.\n"
-        "In models of Hugging Face's transformers, too: KindCache(model, NAME) (docs/research.md).\n"
+        "All of them work in models of Hugging Face's transformers, too: KindCache(model, NAME), docs/research.md.\n"
         "A kind of your own: docs/kv_cache_kinds.md."
     )
     return 0

@@ -67,3 +67,4 @@ def test_without_names_all_kinds_are_listed(
     assert [row.split("  ")[0] for row in table.splitlines()[1:]] == sorted(ours)
     assert "Also accepted: streaming-llm for window." in notes
     assert "of a prompt of 2048 tokens in float32" in notes
+    assert "All of them work in models of Hugging Face's transformers" in notes  # tests/kv_cache/test_transformers.py
