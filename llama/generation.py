@@ -110,7 +110,8 @@ class PlainStepper:
         guesses = self.batch.guesses()  # first: it updates the chances
         guesses = width.cut(guesses, [0.0 if row.guesser is None else row.guesser.chance for row in rows])
         made = self._verify(guesses) if any(guesses) else self._step()
-        width.took(len(rows) + sum(map(len, guesses)), thread_time() - began)
+        stepped = isinstance(made, Chosen)
+        width.took(len(rows) + (0 if stepped else sum(map(len, guesses))), thread_time() - began)
         if isinstance(made, Chosen):
             yield made
         else:
@@ -121,8 +122,10 @@ class PlainStepper:
         self._decode()
         return self._choose()
 
-    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None]:
+    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None] | Chosen:
         """Feed a guess behind every row's newest token; return the choices of as many steps as it was right, and one.
+
+        A step's choice instead, if the call that verifies guesses would have other bits than steps.
 
         Rows whose guess is wrong earlier get None from the further steps. Every row's draws are back in its sampler:
         `_pending` uses those of each step. The second result are the logits of these steps, if there is one row.
@@ -131,8 +134,10 @@ class PlainStepper:
         """
         batch = self.batch
         samplers = [row.sampler for row, guess in zip(batch.rows, guesses, strict=True) for _ in (None, *guess)]
-        drawn = [sampler.draw() for sampler in samplers]
         logits = self._feed_guesses(guesses)
+        if logits is None:
+            return self._step()
+        drawn = [sampler.draw() for sampler in samplers]
         made = self._pick(logits, samplers, torch.tensor(drawn, dtype=torch.float64, device="cpu"))
         batch.maybe_changed = False  # since the call; `_feed_guesses` has compared what it must
         used: list[list[tuple[int | None, float | None]]] = []  # the choices of each row
@@ -169,8 +174,11 @@ class PlainStepper:
             yield chosen
         self.pending = 0
 
-    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor:
-        """Feed every row's newest token and a guess; return the logits of all tokens, one row after the other."""
+    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor | None:
+        """Feed every row's newest token and a guess; return the logits of all tokens, one row after the other.
+
+        None if nothing was fed, because the call would have other bits than steps.
+        """
         fed = [[row.ids[-1], *guess] for row, guess in zip(self.batch.rows, guesses, strict=True)]
         starts, lengths = [pos - 1 for pos in self.batch.cur_pos], list(map(len, fed))
         logits = self._feed(padded(fed, self.device), Rows.at(starts, lengths), "all")

@@ -9,7 +9,7 @@ decoding, https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 import logging
-from bisect import bisect_right, insort
+from bisect import bisect, insort
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import eq
@@ -22,6 +22,7 @@ MOST = 15  # tokens of a guess: with the newest token a row has 16, which every 
 WIDTHS = (3, 4, 7, MOST)
 NGRAMS = (3, 2)  # the tokens at a text's end that are looked up: the longest match counts
 CHEAP = 1 / 8  # the expected seconds of a token more, as a share of a step's, before any guess was fed
+NEWEST = 1 / 4  # what the newest guessed token counts for a row's chance: texts begin and stop to copy at once
 AGING = 1 / 1024  # a measurement counts as less by this share for each later call, so that it is repeated now and then
 
 
@@ -104,7 +105,7 @@ class Guesser:
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
         """Return at most `count` tokens that may follow."""
         for guessed, came in zip(self._guess, ids[self._begin :], strict=False):
-            self.chance += ((guessed == came) - self.chance) / 8
+            self.chance += ((guessed == came) - self.chance) * NEWEST
             if guessed != came:
                 break
         self._begin, count = len(ids), min(count, self._most)
@@ -129,7 +130,8 @@ class Width:
     """Chooses how much of the rows' guesses is fed: what makes the most tokens a second by the calls measured so far.
 
     A call's time depends on its number of tokens, of all rows together. One that was never measured is expected on the
-    line through the two next smaller numbers or, behind steps alone, at a cost that is low enough to be tried.
+    line through the two next smaller numbers, or through the smallest and the largest if it is larger than all; behind
+    steps alone, at a cost that is low enough to be tried.
     """
 
     def __init__(self) -> None:
@@ -163,12 +165,15 @@ class Width:
 
     def _expected(self, tokens: int) -> float:
         """Return the seconds that a call of so many tokens is expected to take."""
-        at = bisect_right(self._tokens, tokens) - 1
+        at = bisect(self._tokens, tokens) - 1
         known, seconds = self._tokens[at], self._measured(self._tokens[at])
         if known == tokens:
             return seconds
-        low = self._tokens[at - 1] if at else 0
-        each = (seconds - self._measured(low)) / (known - low) if at else seconds / known * CHEAP
+        largest = (
+            at == len(self._tokens) - 1
+        )  # two that are close have a poor slope for much larger calls
+        low = 0 if at == 0 else self._tokens[0 if largest else at - 1]
+        each = (seconds - self._measured(low)) / (known - low) if low else seconds / known * CHEAP
         return seconds + max(each, 0.0) * (tokens - known)
 
     def _measured(self, tokens: int) -> float:

@@ -227,6 +227,21 @@ def test_a_call_that_the_plain_path_would_run_verifies_no_guess(monkeypatch: pyt
 
 @needs_a_compiler
 @pytest.mark.usefixtures("always")
+def test_a_text_that_the_plain_path_continues_has_no_guess_from_then_on() -> None:
+    model, fed = guessed("int8").fast, list[int]()
+    guess = noisy(PROMPTS[:1], model.generate_tokens(PROMPTS[:1], 30, temperature=0.0)[0])
+    before, tokens = served(model), model.stream(Ids(), PROMPTS[:1], 30, temperature=0.0, speculate=guess)
+    made = [next(tokens) for _ in range(5)]
+    assert served(model) - before < len(made), "nothing was guessed"
+    hook = model.layers[0].register_forward_hook(lambda _, inputs, __: fed.append(inputs[0].shape[1]))
+    made += tokens
+    hook.remove()
+    assert len(made) == 30
+    assert set(fed) == {1}
+
+
+@needs_a_compiler
+@pytest.mark.usefixtures("always")
 def test_logits_that_are_not_finite_count_only_behind_tokens_that_are_used() -> None:
     model = twins("fp32", replace(ARGS, tied_head=False))[1]
     plain, _ = model.generate_tokens(PROMPTS[:1], 40, temperature=0.0)

@@ -270,14 +270,13 @@ class NativeStepper(PlainStepper):
         starts = [pos - 1 for pos in self.batch.cur_pos]
         return self.batch.tokens(starts, self.device), Rows.at(starts, [1] * len(starts))
 
-    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor:
+    def _feed_guesses(self, guesses: Sequence[list[int]]) -> Tensor | None:
         batch = self.batch
         fed = [[row.ids[-1], *guess] for row, guess in zip(batch.rows, guesses, strict=True)]
         rows = Rows.at([pos - 1 for pos in batch.cur_pos], list(map(len, fed)))
         logits = self._fed_natively(list(rows.starts), partial(self._logits_of, padded(fed, self.device), rows))
-        if logits is None:
-            return super()._feed_guesses(guesses)
-        batch.fed += sum(rows.lengths)
+        if logits is not None:
+            batch.fed += sum(rows.lengths)
         return logits
 
     def _logits_of(self, tokens: Tensor, rows: Rows) -> Tensor | None:
@@ -307,10 +306,11 @@ class NativeStepper(PlainStepper):
             self.model, tokens, rows, self._cache, whole=True, steps=True, described=self._described
         )
 
-    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None]:
-        choices, logits = super()._verify(guesses)
-        self._left = max(0, self._left - len(choices))
-        return choices, logits
+    def _verify(self, guesses: Sequence[list[int]]) -> tuple[list[Chosen], Tensor | None] | Chosen:
+        made = super()._verify(guesses)
+        if not isinstance(made, Chosen):
+            self._left = max(0, self._left - len(made[0]))
+        return made
 
     def _pick(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor) -> Chosen:
         if not self._native or any(sampler.seen is not None for sampler in samplers):
