@@ -14,6 +14,8 @@ from llama.request import Request
 from llama.sampling import Sampler, row_streams
 from llama.speculation import Guesser
 
+Ended = Literal["stop", "length", "failed"]  # why a row generates no more
+
 
 class NonFiniteLogits(ValueError):
     """The model's logits contain NaN or infinity."""
@@ -71,17 +73,12 @@ class Row:
     sampler: Sampler
     guesser: Guesser | None = None
     logprobs: bool = False
-    ended: Literal["stop", "length", "failed"] | None = None
+    ended: Ended | None = None
 
     @property
     def made(self) -> int:
         """The number of generated tokens."""
         return len(self.ids) - self.prompt_len
-
-    @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the text is complete; None if it is not."""
-        return None if self.ended == "failed" else self.ended
 
     def append(self, id: int) -> None:
         """Add a generated token; end at the maximum length."""

@@ -8,7 +8,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Literal, NotRequired, Protocol, TypedDict
 
-from llama.batch import Batch, Row, Token
+from llama.batch import Batch, Ended, Token
 
 
 class TextStream(Protocol):
@@ -68,10 +68,6 @@ def encode_prompt(tokenizer: TextCodec, prompt: str | Sequence[int], *, bos: boo
     return ids if ids or not bos or tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
-# A row, a part of its text, and its token. A token can have no text yet; text from the end of a row has no token.
-Piece = tuple[int, str, Token | None]
-
-
 class Stream(Iterator[tuple[int, str]]):
     """An iterator that generates texts; `results` has the texts so far.
 
@@ -87,16 +83,12 @@ class Stream(Iterator[tuple[int, str]]):
         prompts: Sequence[str | Sequence[int]],
         stop: str | Sequence[str],
     ) -> None:
-        stops = stop_strings(stop)
         self._batch, self._rows = batch, list(batch.rows)
-        self._texts = [RowText(tokenizer.stream(), stops) for _ in prompts]
+        self._texts = [RowText(tokenizer, stop, logprobs=batch.request.logprobs) for _ in prompts]
+        self.results = [text.completion for text in self._texts]
         echoed = prompts if batch.request.echo else ()
         echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
-        self._pieces = _pieces(tokens, batch, self._texts, echo)
-        self.results: list[Completion] = [{"generation": "", "ids": [], "finish_reason": None} for _ in prompts]
-        if batch.request.logprobs:
-            for result in self.results:
-                result["logprobs"] = []
+        self._pieces = self._made(tokens, echo)
 
     @property
     def guesses(self) -> tuple[int, int]:
@@ -121,18 +113,7 @@ class Stream(Iterator[tuple[int, str]]):
 
         For callers that do not change the model between tokens.
         """
-        made = next(self._pieces, None)
-        if made is None:
-            return None
-        row, text, token = made
-        result = self.results[row]
-        result["generation"] += text
-        if token is not None:
-            result["ids"].append(token.id)
-            if "logprobs" in result:
-                result["logprobs"].append(token.logprob)
-        result["finish_reason"] = self._rows[row].finish_reason
-        return row, text
+        return next(self._pieces, None)
 
     def finish(self) -> None:
         """Generate the rest. For callers that do not change the model meanwhile."""
@@ -142,8 +123,8 @@ class Stream(Iterator[tuple[int, str]]):
     def close(self) -> None:
         """End the generation, free its cache, and add the pending text to `results`."""
         self._pieces.close()
-        for result, text in zip(self.results, self._texts, strict=True):
-            result["generation"] += text.flush()
+        for text in self._texts:
+            text.flush()
 
     def __enter__(self) -> "Stream":
         return self
@@ -153,59 +134,69 @@ class Stream(Iterator[tuple[int, str]]):
     ) -> None:
         self.close()
 
+    def _made(
+        self, tokens: Generator[Token, None, None], echo: Sequence[str]
+    ) -> Generator[tuple[int, str], None, None]:
+        """Yield the pieces of all rows, and the pending text of a row that has ended without a token."""
+        for row, prompt in enumerate(echo):
+            self.results[row]["generation"] += prompt
+            yield row, prompt
+        unfinished = dict(enumerate(self._rows))
+        with closing(tokens):
+            for token in tokens:
+                yield self._taken(token.row, token)
+                for number in [number for number, row in unfinished.items() if row.ended]:
+                    del unfinished[number]
+                    yield self._taken(number)
+        for number in unfinished:
+            yield self._taken(number)
 
-def _pieces(
-    tokens: Generator[Token, None, None], batch: Batch, texts: "Sequence[RowText]", echo: Sequence[str]
-) -> Generator[Piece, None, None]:
-    """Yield the pieces of all rows, and the pending text of a row as soon as the row ends."""
-    yield from ((row, prompt, None) for row, prompt in enumerate(echo))
-    rows = list(batch.rows)
-    unfinished = dict(enumerate(rows))
-    with closing(tokens):
-        for token in tokens:
-            text, row = texts[token.row], rows[token.row]
-            piece = "" if token.echoed else text.feed(token.id)
-            if text.stopped:
-                row.ended = "stop"
-            yield token.row, piece, token
-            yield from _flush(texts, [unfinished.pop(number) for number, row in list(unfinished.items()) if row.ended])
-    yield from _flush(texts, unfinished.values())
-
-
-def _flush(texts: "Sequence[RowText]", rows: Iterable[Row]) -> Iterator[Piece]:
-    for row in rows:
-        text = texts[row.number]
-        piece = text.flush()
+    def _taken(self, number: int, token: Token | None = None) -> tuple[int, str]:
+        """Add a token to a row's text, and the end if the row has ended; return the row and its piece."""
+        text, row = self._texts[number], self._rows[number]
+        piece = text.take(token, row.ended)
         if text.stopped:
             row.ended = "stop"
-        yield row.number, piece, None
+        return number, piece
 
 
 class RowText:
-    """The text of one row. Text that may be the beginning of a stop string stays pending."""
+    """The text of one row, and its Completion so far. Text that may be the beginning of a stop string stays pending."""
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
-        self.stream, self.stops = stream, stops
-        self.pending = ""
-        self.stopped = False
+    def __init__(self, tokenizer: TextCodec, stop: str | Sequence[str], *, logprobs: bool = False) -> None:
+        self.stops, self.stream, self.pending, self.stopped = stop_strings(stop), tokenizer.stream(), "", False
+        self.completion: Completion = {"generation": "", "ids": [], "finish_reason": None}
+        if logprobs:
+            self.completion["logprobs"] = []
 
-    def feed(self, id: int) -> str:
-        return self._released(self.stream.feed(id), last=False)
+    def take(self, token: Token | None, ended: Ended | None) -> str:
+        """Add the row's next token, if there is one, and why the row has ended, if it has; return the new text."""
+        piece = ""
+        if token is not None:
+            self.completion["ids"].append(token.id)
+            if "logprobs" in self.completion:
+                self.completion["logprobs"].append(token.logprob)
+            piece = "" if token.echoed else self._released(self.stream.feed(token.id))
+        if ended or self.stopped:
+            piece += self.flush()
+            self.completion["finish_reason"] = "stop" if self.stopped else None if ended == "failed" else ended
+        return piece
 
     def flush(self) -> str:
+        """End the text; return what was pending."""
         return self._released(self.stream.flush(), last=True)
 
-    def _released(self, piece: str, *, last: bool) -> str:
+    def _released(self, piece: str, *, last: bool = False) -> str:
+        """Add text, and return what no stop string can begin with."""
         if self.stopped:
             return ""
         text = self.pending + piece
         found = [text.index(stop) for stop in self.stops if stop in text]
-        if found:
-            self.stopped = True
-            return text[: min(found)]
         keep = 0 if last else max((_overlap(text, stop) for stop in self.stops), default=0)
-        self.pending = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        self.stopped, end = bool(found), min(found, default=len(text) - keep)
+        self.pending = text[end:]
+        self.completion["generation"] += text[:end]
+        return text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -22,7 +22,7 @@ import torch
 
 from llama import cli, load
 from llama.texts.many import steady
-from llama.texts.scheduler import Texts
+from llama.texts.scheduler import Text, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -66,34 +66,34 @@ def soak(model: Any, done: Soak, *, tokens: int, rows: int, seed: int, cache_byt
     draw, vocab, longest = random.Random(seed), model.args.vocab_size, min(400, model.args.max_seq_len // 5)
     common, stop_ids = ([draw.randrange(vocab) for _ in range(n)] for n in (longest, vocab // 200))
     texts, alone = Texts(steady(model), rows=rows, cache_bytes=cache_bytes), steady(model)
-    given: dict[int, dict[str, Any]] = {}
-    made: dict[int, list[tuple[int, float | None]]] = {}
+    given: dict[Text, dict[str, Any]] = {}
+    made: dict[Text, list[tuple[int, float | None]]] = {}
     predicted = 0
 
-    def compare(number: int, *, cancelled: bool) -> None:
-        own, one = made.pop(number), given.pop(number)
+    def compare(text: Text, *, cancelled: bool) -> None:
+        own, one = made.pop(text), given.pop(text)
         prompt, options = one.pop("prompt"), {name: value for name, value in one.items() if name != "speculate"}
         options["max_gen_len"] = len(own) if cancelled else options["max_gen_len"]
         ids, logprobs = alone.generate_tokens([prompt], **options) if options["max_gen_len"] else ([[]], [[]])
-        done.differing += [number] if own != list(zip(ids[0], logprobs[0], strict=True)) else []
+        done.differing += [text.number] if own != list(zip(ids[0], logprobs[0], strict=True)) else []
         done.tokens, done.texts, done.cancelled = done.tokens + len(own), done.texts + 1, done.cancelled + cancelled
 
     while done.tokens < tokens or not texts.idle:
         while done.tokens < tokens and texts.waiting < rows and draw.random() < 0.3:
             one = some_text(draw, common, vocab, stop_ids)
-            number = texts.add(**one)
-            given[number], made[number] = one, []
+            text = texts.add(**one)
+            given[text], made[text] = one, []
         if given and draw.random() < 0.005:
-            number = draw.choice(list(given))
-            texts.cancel(number)
-            compare(number, cancelled=True)
+            text = draw.choice(list(given))
+            texts.cancel(text)
+            compare(text, cancelled=True)
         for event in texts.step():
             if event.error is not None:
                 raise event.error
             if event.token is not None:
-                made[event.number].append((event.token.id, event.token.logprob))
+                made[event.text].append((event.token.id, event.token.logprob))
             if event.finish is not None:
-                compare(event.number, cancelled=False)
+                compare(event.text, cancelled=False)
         held, predicted = texts.nbytes, max(predicted, texts.predicted_bytes)
         done.most_bytes = max(done.most_bytes, held)
         if held > predicted * 9 / 8:  # a pool of blocks grows by an eighth, and stays

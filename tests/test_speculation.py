@@ -21,7 +21,7 @@ from llama.batch import NonFiniteLogits
 from llama.fast.graph_runner import GraphRunner
 from llama.request import Options, Step
 from llama.speculation import MOST, Guesser, Lookup, Width, accepted
-from llama.texts.scheduler import Texts
+from llama.texts.scheduler import Text, Texts
 from llama.verify.measured_run import measure_run
 from llama.verify.passes import reference_of
 
@@ -310,11 +310,10 @@ def test_guesses_that_change_a_text_are_a_violation_of_the_certificate(monkeypat
 def test_texts_that_join_and_leave_are_what_they_are_alone(kv_cache: str) -> None:
     model = guessed("int8").fast
     alone = [model.generate_tokens([ids], 9 + row, temperature=0.7, seed=row)[0][0] for row, ids in enumerate(PROMPTS)]
-    texts, made = Texts(model, rows=3, kv_cache=kv_cache), dict[int, list[int]]()
+    texts, made = Texts(model, rows=3, kv_cache=kv_cache), dict[Text, list[int]]()
     for row, ids in enumerate(PROMPTS):
         propose = partial(Noisy, [[*ids, *alone[row]]], row)
-        number = texts.add(ids, 9 + row, temperature=0.7, seed=row, speculate=propose if row else "lookup")
-        made[number] = []
+        made[texts.add(ids, 9 + row, temperature=0.7, seed=row, speculate=propose if row else "lookup")] = []
         for _ in range(2):
             collect(texts, made)
     while texts.running or texts.waiting:
@@ -324,7 +323,7 @@ def test_texts_that_join_and_leave_are_what_they_are_alone(kv_cache: str) -> Non
         Texts(model, kv_cache="int8").add([1, 2], 3, speculate="lookup")
 
 
-def collect(texts: Texts, made: dict[int, list[int]]) -> None:
+def collect(texts: Texts, made: dict[Text, list[int]]) -> None:
     for event in texts.step():
         assert event.error is None
-        made[event.number] += [] if event.token is None else [event.token.id]
+        made[event.text] += [] if event.token is None else [event.token.id]

@@ -197,10 +197,10 @@ def answers(writer: Writer, lines: Iterator[tuple[int, bytes]], arguments: Argum
                 yield {"line": question.number, "times": None, "answer": question.refusal(why)}
         if writer.texts.idle:
             return
-        for written, _ in writer.step(maybe_changed=False):
-            if written.ended is not None:
-                question = asked.pop(written.number)
-                yield {"line": question.number, **question.ended(written)}
+        for text, _ in writer.step(maybe_changed=False):
+            if text.ended is not None:
+                question = asked.pop(text.number)
+                yield {"line": question.number, **question.ended(text)}
 
 
 def answer_all(writer: Writer, source: Source, out: Path, arguments: Arguments, made_by: Mapping[str, Any]) -> int:

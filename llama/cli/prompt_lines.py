@@ -9,7 +9,7 @@ from typing import Any
 
 from llama.batch import NonFiniteLogits
 from llama.serve.requests import ANY, COUNT, FLAG, OF_TEXTS, check_fields, in_openai_s_words, one_of, plain_dialog
-from llama.texts.many import Written
+from llama.texts.scheduler import Text
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable
 
@@ -72,32 +72,32 @@ class Question:
         own |= {"prompt": encode_dialog(plain_dialog(prompt)) if name == "messages" else prompt}
         return {**settings, "seed": settings["seed"] + self.number - 1, **own}
 
-    def ended(self, written: Written) -> dict[str, Any]:
+    def ended(self, text: Text) -> dict[str, Any]:
         """Return the times and the answer of a text that has ended. Raises an error that no line is to blame for."""
-        if isinstance(written.error, NonFiniteLogits):
-            why = NonFiniteLogits(written.error.step, self.number)  # not the number of the text, which may be any
+        if isinstance(text.error, NonFiniteLogits):
+            why = NonFiniteLogits(text.error.step, self.number)  # not the number of the text, which may be any
             return {"times": None, "answer": self.refusal(why)}
-        if written.error is not None:
-            raise written.error
-        times = {"first_token_seconds": written.began, "seconds": written.ended}  # no token: it ended at once
-        seconds = {name: None if at is None else round(at - written.added, 6) for name, at in times.items()}
-        counts = {"new_tokens": len(written.completion["ids"]), "cached_tokens": written.reused}
-        return {"times": {**counts, **seconds}, "answer": self.answer(written)}
+        if text.error is not None:
+            raise text.error
+        times = {"first_token_seconds": text.began, "seconds": text.ended}  # no token: it ended at once
+        seconds = {name: None if at is None else round(at - text.added, 6) for name, at in times.items()}
+        counts = {"new_tokens": len(text.read.completion["ids"]), "cached_tokens": text.reused}
+        return {"times": {**counts, **seconds}, "answer": self.answer(text)}
 
-    def answer(self, written: Written) -> dict[str, Any]:
+    def answer(self, text: Text) -> dict[str, Any]:
         """Return the answer, in the form of the line."""
-        made, counts = written.completion, [written.prompt_len, len(written.completion["ids"])]
+        made, counts = text.read.completion, [text.prompt_len, len(text.read.completion["ids"])]
         names = ("prompt_tokens", "completion_tokens", "total_tokens")
         usage = dict(zip(names, [*counts, sum(counts)], strict=True))
-        text, finish = made["generation"], made["finish_reason"]
+        said, finish = made["generation"], made["finish_reason"]
         if not self.url:
-            answer: dict[str, Any] = {"id": self.id, "text": text, "finish_reason": finish, "usage": usage}
+            answer: dict[str, Any] = {"id": self.id, "text": said, "finish_reason": finish, "usage": usage}
             answer |= {"ids": made["ids"]} if self.fields.get("ids") else {}
             return answer | ({"logprobs": made["logprobs"]} if "logprobs" in made else {})
-        kind, said = "text_completion", dict[str, Any](text=text)
+        kind, choice = "text_completion", dict[str, Any](text=said)
         if PROMPTS[self.url] == "messages":
-            kind, said = "chat.completion", {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choices = [{"index": 0, **said, "finish_reason": finish, "logprobs": None}]
+            kind, choice = "chat.completion", {"message": {"role": "assistant", "content": said, "refusal": None}}
+        choices = [{"index": 0, **choice, "finish_reason": finish, "logprobs": None}]
         body = {"id": f"line-{self.number}", "object": kind, "created": 0, "model": self.fields.get("model")}
         body |= {"choices": choices, "usage": usage}
         return self._of_batch({"status_code": 200, "request_id": f"line-{self.number}", "body": body}, None)

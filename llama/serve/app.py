@@ -285,7 +285,7 @@ class Reply(Response):
     async def _whole(self, send: Send) -> None:
         while not self.answer.ended:
             index, update = await self._next()
-            self.answer.texts[index].take(update)
+            self.answer.latest[index] = update
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": _json(self.answer.whole())})
 

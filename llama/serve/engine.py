@@ -22,8 +22,9 @@ from llama.serve.metrics import Metrics
 from llama.serve.requests import Refused, in_openai_s_words
 from llama.streaming import Completion
 from llama.texts.digest import digest_of_text
-from llama.texts.many import Writer, Written, steady
+from llama.texts.many import Writer, steady
 from llama.texts.origin import text_origin
+from llama.texts.scheduler import Text
 from llama.tokenizer.chat import day_of
 from llama.untrusted.words import printable
 
@@ -33,12 +34,13 @@ MOST_CHECKS = 64  # ended texts that wait for an idle moment
 
 
 class Update(NamedTuple):
-    """What a text has gained; the first update of a text says that it is accepted.
+    """What a text has gained, and its counts; the first update of a text says that it is accepted.
 
     piece: new text. tokens: new ids, each with its log-probability. fed, reused: the tokens that were fed for the text
     so far, and those of its prompt that were not. guesses: how many guessed tokens were fed, and how many were right.
-    nbytes: of all caches, if asked for. at: by `time.monotonic`.
-    finish: why the text has ended. error: why it has failed, and so ended.
+    nbytes: of all caches, if asked for. made: the number of ids so far. first, newest: when the first and the newest of
+    them came, by `time.monotonic`. finish: why the text has ended. whole: the text that has. error: why it has failed,
+    and so ended.
     """
 
     piece: str = ""
@@ -47,8 +49,11 @@ class Update(NamedTuple):
     reused: int = 0
     guesses: tuple[int, int] = (0, 0)
     nbytes: int | None = None
-    at: float = 0.0
+    made: int = 0
+    first: float | None = None
+    newest: float = 0.0
     finish: Literal["stop", "length"] | None = None
+    whole: Completion | None = None
     error: Refused | None = None
 
 
@@ -70,10 +75,8 @@ class Job:
     added: float = field(default_factory=time.monotonic)
     # of the engine
     checked: bool = False
-    made: int = 0
-    token_at: float = 0.0  # when the newest token came
     last: Update = NOTHING
-    written: Written | None = None
+    text: Text | None = None
     alone: Generator[Update, None, None] | None = None  # with the cache off
 
 
@@ -99,7 +102,7 @@ class Engine:
         self._jobs: dict[int, Job] = {}  # by the numbers of their texts
         self._uncached: deque[Job] = deque()  # the first one generates
         self._unchecked: deque[tuple[Job, Completion]] = deque(maxlen=MOST_CHECKS)
-        self._checking: tuple[Writer, Written, Completion] | None = None
+        self._checking: tuple[Writer, Text, Completion] | None = None
         self._ending = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -173,8 +176,8 @@ class Engine:
         options: Options = {**job.options, "logprobs": job.checked or job.options.get("logprobs", False)}
         try:
             if job.kv_caching:
-                job.written = self._writer.add(job.prompt, job.max_tokens, job.stop, **options)
-                self._jobs[job.written.number] = job
+                job.text = self._writer.add(job.prompt, job.max_tokens, job.stop, **options)
+                self._jobs[job.text.number] = job
             else:
                 job.alone = self._without_cache(job)
                 self._uncached.append(job)
@@ -189,9 +192,9 @@ class Engine:
             self._tell(job, Update())
 
     def _cancel(self, job: Job) -> None:
-        if job.written is not None and self._jobs.get(job.written.number) is job:  # a new writer counts from 0 again
-            del self._jobs[job.written.number]
-            self._writer.cancel(job.written)
+        if job.text is not None and self._jobs.get(job.text.number) is job:  # a new writer counts from 0 again
+            del self._jobs[job.text.number]
+            self._writer.cancel(job.text)
         elif job.alone is not None and job in self._uncached:
             self._uncached.remove(job)
             job.alone.close()
@@ -201,8 +204,8 @@ class Engine:
 
     def _step(self) -> None:
         """Make the next token of every text, one of the first text without cache, and, if there is none, of a check."""
-        for written, piece in self._writer.step(maybe_changed=False):
-            self._tell(self._jobs[written.number], self._gained(written, piece))
+        for text, piece in self._writer.step(maybe_changed=False):
+            self._tell(self._jobs[text.number], self._gained(text, piece))
         if self._uncached and (job := self._uncached[0]).alone is not None:
             update = next(job.alone)
             if update.finish or update.error:
@@ -211,41 +214,42 @@ class Engine:
         elif not self._jobs and (self._unchecked or self._checking):
             self._check_again()
 
-    def _gained(self, written: Written, piece: str) -> Update:
+    def _gained(self, text: Text, piece: str) -> Update:
         """Return what a text of the writer has gained in this step."""
-        job, completion = self._jobs[written.number], written.completion
+        job, completion = self._jobs[text.number], text.read.completion
         made, finish = len(completion["ids"]), completion["finish_reason"]
         # The last token was fed only if a stop token has come after it.
-        fed = written.prompt_len - written.reused + made - (finish != "stop" or written.text.stopped)
-        fed += written.guesses[0] - written.guesses[1]
+        fed = text.prompt_len - text.reused + made - (finish != "stop" or text.read.stopped)
+        fed += text.guesses[0] - text.guesses[1]
         nbytes = self._writer.texts.nbytes if job.with_bytes else None
-        error = None if written.error is None else Refused(str(written.error), 500)
+        error = None if text.error is None else Refused(str(text.error), 500)
         if finish and job.checked:
             self._unchecked.append((job, completion))
-        gained = Update(piece, _tokens(completion, job.made), fed, written.reused, written.guesses, nbytes)
-        return gained._replace(finish=finish, error=error)
+        gained = Update(piece, tokens_of(completion, job.last.made), fed, text.reused, text.guesses, nbytes)
+        return gained._replace(finish=finish, whole=completion, error=error)
 
     def _tell(self, job: Job, update: Update) -> None:
         """Deliver an update, and count it."""
-        count, update = self.metrics, update._replace(at=time.monotonic())
+        count, now, first = self.metrics, time.monotonic(), job.last.first
+        update = update._replace(made=job.last.made + len(update.tokens), first=first, newest=job.last.newest)
         count.fed.inc(max(0, update.fed - job.last.fed))
         count.reused.inc(max(0, update.reused - job.last.reused))
         count.made.inc(len(update.tokens))
         count.proposed.inc(max(0, update.guesses[0] - job.last.guesses[0]))
         count.accepted.inc(max(0, update.guesses[1] - job.last.guesses[1]))
-        if update.tokens and not job.made:
-            count.first.observe(update.at - job.added)
-        for _ in update.tokens if job.made else ():
-            count.between.observe((update.at - job.token_at) / len(update.tokens))
+        if update.tokens and first is None:
+            count.first.observe(now - job.added)
+        for _ in update.tokens if first is not None else ():
+            count.between.observe((now - update.newest) / len(update.tokens))
         if update.tokens:
-            job.token_at = update.at
+            update = update._replace(first=now if first is None else first, newest=now)
         if update.error:
             count.failed.labels("refused" if update.error.status < 500 else "failed").inc()
         elif update.finish:
             count.ended.labels(update.finish).inc()
-        if (update.finish or update.error) and job.written is not None:
-            self._jobs.pop(job.written.number, None)
-        job.made, job.last = job.made + len(update.tokens), update
+        if (update.finish or update.error) and job.text is not None:
+            self._jobs.pop(job.text.number, None)
+        job.last = update
         job.deliver(update)
 
     def _without_cache(self, job: Job) -> Generator[Update, None, None]:
@@ -265,8 +269,9 @@ class Engine:
             try:
                 with stream:
                     while (made := stream.step()) is not None:  # one token: a client may leave before the next
-                        yield Update(made[1], _tokens(result, job.made), fed, nbytes=0)
-                yield Update("", _tokens(result, job.made), fed, nbytes=0, finish=result["finish_reason"])
+                        yield Update(made[1], tokens_of(result, job.last.made), fed, nbytes=0)
+                last = Update("", tokens_of(result, job.last.made), fed, nbytes=0)
+                yield last._replace(finish=result["finish_reason"], whole=result)
             except Exception as error:
                 yield Update(error=Refused(str(error), 500))
 
@@ -279,15 +284,15 @@ class Engine:
             writer = Writer(self.model, self.tokenizer, **{**self.options, "rows": 1, "speculate": None})
             options: Options = {**job.options, "logprobs": True}
             self._checking = writer, writer.add(job.prompt, job.max_tokens, job.stop, **options), expected
-        writer, written, expected = self._checking
+        writer, text, expected = self._checking
         for _ in writer.step(maybe_changed=False):
             pass
         if writer.texts.idle:
             self._checking = None
             self.metrics.checked.inc()
-            if written.completion != expected:
+            if text.read.completion != expected:
                 self.metrics.differed.inc()
-                logger.error("a text differs from the same text alone; its prompt has %d tokens", written.prompt_len)
+                logger.error("a text differs from the same text alone; its prompt has %d tokens", text.prompt_len)
 
     def _measure(self, done: Future[None]) -> None:
         texts, metrics = self._writer.texts, self.metrics
@@ -299,7 +304,7 @@ class Engine:
             done.set_result(None)
 
 
-def _tokens(completion: Completion, seen: int) -> tuple[tuple[int, float | None], ...]:
+def tokens_of(completion: Completion, seen: int = 0) -> tuple[tuple[int, float | None], ...]:
     """Return the ids behind the first `seen` ones, each with its log-probability."""
     ids = completion["ids"][seen:]
     return tuple(zip(ids, completion.get("logprobs", [None] * (seen + len(ids)))[seen:], strict=True))

@@ -7,38 +7,16 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Unpack
 
 from llama.batch import NonFiniteLogits
 from llama.request import Options
 from llama.sampling import whole_number
-from llama.streaming import Completion, RowText, TextCodec, encode_prompt, stop_strings
-from llama.texts.scheduler import Texts
+from llama.streaming import Completion, RowText, TextCodec, encode_prompt
+from llama.texts.scheduler import Text, Texts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Written:
-    """A text of a Writer.
-
-    completion: the text so far. error: why it has failed. prompt_len, reused: the tokens of the prompt, and how many of
-    them were not fed. guesses: how many guessed tokens were fed, and how many of these were right. added, began, ended:
-    when it was added, had its first token, and ended, by `time.monotonic`.
-    """
-
-    number: int
-    prompt_len: int
-    completion: Completion
-    text: RowText
-    error: Exception | None = None
-    reused: int = 0
-    guesses: tuple[int, int] = (0, 0)
-    added: float = field(default_factory=time.monotonic)
-    began: float | None = None
-    ended: float | None = None
 
 
 class Writer:
@@ -51,7 +29,6 @@ class Writer:
         """
         self.texts, self.tokenizer, self._speculate = Texts(steady(model), **options), tokenizer, speculate
         self.texts.check_speculation(speculate)
-        self._written: dict[int, Written] = {}
 
     def add(
         self,
@@ -59,50 +36,31 @@ class Writer:
         max_gen_len: int = 64,
         stop: str | Sequence[str] = (),
         **options: Unpack[Options],
-    ) -> Written:
+    ) -> Text:
         """Add a prompt, a text or its ids; it also ends before any of the `stop` strings. Raises ValueError."""
-        stops = stop_strings(stop)
+        read = RowText(self.tokenizer, stop, logprobs=options.get("logprobs", False))
         ids = encode_prompt(self.tokenizer, prompt)
         options.setdefault("speculate", self._speculate)
-        number = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
-        completion: Completion = {"generation": "", "ids": [], "finish_reason": None}
-        if options.get("logprobs"):
-            completion["logprobs"] = []
-        made = Written(number, len(ids), completion, RowText(self.tokenizer.stream(), stops))
-        self._written[number] = made
-        return made
+        text = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
+        text.read = read
+        return text
 
-    def cancel(self, written: Written) -> None:
+    def cancel(self, text: Text) -> None:
         """End a text; its completion keeps what was generated."""
-        self.texts.cancel(written.number)
-        self._written.pop(written.number, None)
+        self.texts.cancel(text)
+        text.ended = time.monotonic()
 
-    def step(self, *, maybe_changed: bool = True) -> Iterator[tuple[Written, str]]:
+    def step(self, *, maybe_changed: bool = True) -> Iterator[tuple[Text, str]]:
         """Make one step; yield each text that has grown or ended, with its new piece of text. See `Texts.step`."""
-        for event in self.texts.step(maybe_changed=maybe_changed):
-            written = self._written.get(event.number)
-            if written is None:  # ended by a stop string, in the same step
+        for text, token, finish, error in self.texts.step(maybe_changed=maybe_changed):
+            if text.ended is not None:  # by a stop string, or cancelled, in the same step
                 continue
-            written.reused, written.guesses, written.error = event.reused, event.guesses, event.error
-            completion, finish = written.completion, event.finish
-            piece = ""
-            if event.token is not None:
-                written.began = written.began or time.monotonic()
-                completion["ids"].append(event.token.id)
-                if "logprobs" in completion:
-                    completion["logprobs"].append(event.token.logprob)
-                piece = written.text.feed(event.token.id)
-            if finish:
-                piece += written.text.flush()
-            if written.text.stopped:
-                self.texts.cancel(event.number)
-                finish = "stop"
-            completion["generation"] += piece
-            if finish:
-                completion["finish_reason"] = None if finish == "failed" else finish
-                written.ended = time.monotonic()
-                del self._written[event.number]
-            yield written, piece
+            if token is not None:
+                text.began = text.began or time.monotonic()
+            text.error, piece = error, text.read.take(token, finish)
+            if finish or text.read.stopped:
+                self.cancel(text)
+            yield text, piece
 
 
 def why_not(model: Any) -> str | None:
@@ -184,12 +142,12 @@ def _completions(
         if writer.texts.idle:
             return
         grown, maybe_changed = writer.step(maybe_changed=maybe_changed), False
-        for written, _ in grown:
-            if written.error is not None:
-                raise written.error
-            if written.ended is not None:
+        for text, _ in grown:
+            if text.error is not None:
+                raise text.error
+            if text.ended is not None:
                 maybe_changed = True
-                yield written.number, written.completion  # texts have the numbers of their prompts
+                yield text.number, text.read.completion  # texts have the numbers of their prompts
 
 
 def _in_chunks(

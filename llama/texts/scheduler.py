@@ -5,46 +5,64 @@ bits do not depend on what is computed with it, so no text depends on other text
 does not know text, and is for one thread.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from traceback import clear_frames
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
-from llama.batch import Batch, Chosen, NonFiniteLogits, Row, Token
+from llama.batch import Batch, Chosen, Ended, NonFiniteLogits, Row, Token
 from llama.generation import PlainStepper, make_stepper
 from llama.request import OF_A_BATCH, Options, Request, Step, check_speculation, make_request
+from llama.streaming import RowText
 from llama.texts.text_caches import TextCaches
 
 
-class Event(NamedTuple):
-    """What has happened to a text.
+@dataclass(eq=False)
+class Text:
+    """A text of a list.
 
-    token: its next token; None if it ends without one.
-    finish: why it has ended; None if it goes on. A text that has "failed" has an `error`, and no further events.
-    reused: how many tokens of its prompt were not fed, because a text before begins alike.
-    guesses: how many guessed tokens it was fed so far, and how many of these were right.
+    row: its tokens and settings, once its prompt is being fed. reused: how many tokens of its prompt were not fed,
+    because a text before begins alike. added: when it was added, by `time.monotonic`. A Writer sets the others. read:
+    its text so far. began, ended: when it had its first token, and ended. error: why it has failed.
     """
 
     number: int
-    token: Token | None
-    finish: Literal["stop", "length", "failed"] | None
-    error: Exception | None = None
-    reused: int = 0
-    guesses: tuple[int, int] = (0, 0)
-
-
-@dataclass
-class _Text:
-    """A text that has not ended: its row in a batch, once its prompt is being fed."""
-
     request: Request
     row: Row | None = None
     reused: int = 0
+    added: float = field(default_factory=time.monotonic)
+    read: RowText = field(init=False, repr=False)
+    began: float | None = None
+    ended: float | None = None
+    error: Exception | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompts[0])
+
+    @property
+    def guesses(self) -> tuple[int, int]:
+        """How many guessed tokens it was fed so far, and how many of these were right."""
+        guesser = None if self.row is None else self.row.guesser
+        return (0, 0) if guesser is None else (guesser.proposed, guesser.accepted)
+
+
+class Event(NamedTuple):
+    """What has happened to a text: its next token, if there is one, and why it has ended, if it has.
+
+    A text that has "failed" has an `error`, and no further events.
+    """
+
+    text: Text
+    token: Token | None
+    finish: Ended | None
+    error: Exception | None = None
 
 
 class Texts:
@@ -72,8 +90,8 @@ class Texts:
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
         self._numbers = count()
-        self._texts: dict[int, _Text] = {}
-        self._waiting: deque[int] = deque()
+        self._texts: dict[int, Text] = {}  # those that have not ended, by number
+        self._waiting: deque[Text] = deque()
         self._fed: PlainStepper | None = None  # of the text whose prompt is being fed
         self._running: PlainStepper | None = None
         self._steps: Iterator[Chosen] = iter(())  # of the running stepper
@@ -113,8 +131,8 @@ class Texts:
         *,
         stop_ids: Sequence[int] = (),
         **options: Unpack[Options],
-    ) -> int:
-        """Add a text, with the arguments of `generate_tokens`, and return its number.
+    ) -> Text:
+        """Add a text, with the arguments of `generate_tokens`.
 
         `seed` is that of the text itself. Raises ValueError for bad input, for an option that concerns all rows of a
         batch, and for a text that can never fit.
@@ -131,18 +149,18 @@ class Texts:
                 f"a prompt of {len(prompt)} tokens with max_gen_len={max_gen_len} needs {needed:,} bytes of cache, and "
                 f"there are {most:,} for all texts; shorten it, or allow more"
             )
-        number = next(self._numbers)
-        self._texts[number] = _Text(request)
-        self._waiting.append(number)
-        return number
+        text = Text(next(self._numbers), request)
+        self._texts[text.number] = text
+        self._waiting.append(text)
+        return text
 
-    def cancel(self, number: int) -> None:
-        """End a text wherever it is; it has no further events. Other numbers, also of ended texts, are ignored."""
-        text = self._texts.pop(number, None)
-        if text is None:
+    def cancel(self, text: Text) -> None:
+        """End a text wherever it is; it has no further events. A text that has ended is ignored."""
+        if self._texts.get(text.number) is not text:
             return
+        del self._texts[text.number]
         if text.row is None:
-            self._waiting.remove(number)
+            self._waiting.remove(text)
             return
         text.row.ended = "stop"
         if self._fed is not None and self._fed.batch.rows[0] is text.row:
@@ -220,39 +238,37 @@ class Texts:
                 self._running, self._steps = stepper, steps
         except Exception as error:
             self._fed = None
-            events += self._failed(stepper, error)
+            events += self._failed([row.number for row in batch.rows], error)
         return end - begin
 
     def _chosen(self, stepper: PlainStepper, steps: Iterator[Chosen]) -> list[Event]:
         """Make the next choice of a stepper, add the tokens to their texts, and return the events of these."""
-        batch, errors = stepper.batch, dict[int, Exception]()
+        batch = stepper.batch
         try:
             chosen = next(steps)
         except Exception as error:
-            return self._failed(stepper, error)
+            return self._failed([row.number for row in batch.rows], error)
         for row, id in zip(batch.rows, chosen.ids, strict=True):
             if id is not None and id < 0 and not row.ended:
-                row.ended, errors[row.number] = "failed", NonFiniteLogits(row.made, row.number)
+                row.ended = "failed"
         tokens = {token.row: token for token in batch.record(chosen)}
         events = []
         for row in batch.rows:
             if row.number in self._texts and (row.ended or row.number in tokens):
-                text, token = self._texts[row.number], tokens.get(row.number)
-                guesses = (row.guesser.proposed, row.guesser.accepted) if row.guesser is not None else (0, 0)
-                events.append(Event(row.number, token, row.ended, errors.get(row.number), text.reused, guesses))
+                nan = NonFiniteLogits(row.made, row.number) if row.ended == "failed" else None
+                events.append(Event(self._texts[row.number], tokens.get(row.number), row.ended, nan))
                 if row.ended:
                     del self._texts[row.number]
                     self._caches.keep(row, stepper, self._requests())
         return events
 
-    def _failed(self, stepper: PlainStepper, error: Exception) -> list[Event]:
-        """End all texts of a stepper whose call raised an error."""
-        events = []
-        for row in stepper.batch.rows:
-            row.ended = "failed"
-            if self._texts.pop(row.number, None) is not None:
-                events.append(Event(row.number, None, "failed", error))
-        return events
+    def _failed(self, numbers: Sequence[int], error: Exception) -> list[Event]:
+        """End texts because of an error."""
+        texts = [self._texts.pop(number) for number in numbers if number in self._texts]
+        for text in texts:
+            if text.row is not None:
+                text.row.ended = "failed"
+        return [Event(text, None, "failed", error) for text in texts]
 
     # ---- which text is next ------------------------------------------------------------------------------------------
 
@@ -262,8 +278,7 @@ class Texts:
         So no text that runs is ever stopped for lack of memory. A text that cannot begin fails, which is an event.
         """
         while self._waiting and self.running < self._rows:
-            number = self._waiting[0]
-            text = self._texts[number]
+            text = self._waiting[0]
             if not self._caches.admit(self._requests(), text.request):
                 return False
             self._waiting.popleft()
@@ -271,14 +286,13 @@ class Texts:
                 cache, text.reused = self._caches.beginning(text.request, self._running)
                 batch = Batch(text.request, self._model.args.vocab_size, prefix_len=text.reused)
                 (text.row,) = batch.rows
-                text.row.number = number
+                text.row.number = text.number
                 stepper = make_stepper(self._model, batch, cache)
                 assert isinstance(stepper, PlainStepper)
                 self._fed = stepper
                 return True
             except Exception as error:
-                del self._texts[number]
-                events.append(Event(number, None, "failed", error))
+                events += self._failed([text.number], error)
         return False
 
     def _requests(self) -> list[Request]:

@@ -160,7 +160,7 @@ def _among_others(model: Transformer, text: list[int], dice: random.Random) -> I
             other = [(id + 1) % model.args.vocab_size for id in text[: dice.randint(1, len(text) // 2)]]
             for steps_of_other in (2, 12):
                 texts.add(other, min(steps_of_other, limit - len(other)), temperature=0)
-            numbers[texts.add(text[:end], min(ANSWER, limit - end), temperature=0)] = end
+            numbers[texts.add(text[:end], min(ANSWER, limit - end), temperature=0).number] = end
         while not texts.idle:
             for event in texts.step():
                 if event.error is not None and not isinstance(event.error, NonFiniteLogits):

@@ -20,6 +20,7 @@ from llama.serve.answers import Answer
 from llama.serve.app import App
 from llama.serve.engine import Engine, Job, Update, fingerprint_of
 from llama.serve.requests import read
+from llama.streaming import Completion
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -149,7 +150,9 @@ def test_each_token_of_a_chat_has_its_bytes_which_join_to_the_text() -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}).encode()
     answer = Answer(read(body, chat=True, names=["demo"]), [Job([1], 3, [], {})], Letters())
     text = " a\u00e9"
-    answer.texts[0].take(Update(text, tuple((byte, -0.5) for byte in text.encode()), finish="stop"))
+    ids = list(text.encode())
+    whole: Completion = {"generation": text, "ids": ids, "finish_reason": "stop", "logprobs": [-0.5] * len(ids)}
+    answer.latest[0] = Update(finish="stop", whole=whole)
     logprobs = answer.whole()["choices"][0]["logprobs"]["content"]
     assert [one["token"] for one in logprobs] == [" ", "a", "\ufffd", "\ufffd"]
     assert bytes(byte for one in logprobs for byte in one["bytes"]).decode() == text

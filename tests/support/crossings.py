@@ -270,19 +270,19 @@ def with_a_shared_beginning(crossing: Crossing) -> Made:
 def among_many(crossing: Crossing) -> Made:
     """A text joins one that runs, is joined by another, begins as both do, and moves when the first one leaves."""
     texts = Texts(crossing.model, rows=3, piece=PIECE, kv_cache=crossing.kind)
-    made, number, predicted, unequal = Made([], []), -1, 0, ""
+    made, text, predicted, unequal = Made([], []), None, 0, ""
     others = [text_of(crossing.length // 2 + 1), text_of(crossing.length + 70)]
     first = texts.add(others[0], 100, **GREEDY)
     for turn in range(400):
         if turn == 2:
-            number = texts.add(crossing.prompt, NEW, **GREEDY)
+            text = texts.add(crossing.prompt, NEW, **GREEDY)
         if turn == 3:
             texts.add(others[1], NEW, **GREEDY)
         if len(made.ids) == NEW - 2:
             texts.cancel(first)
         for event in texts.step():
             assert event.error is None, event.error
-            if event.number == number and event.token is not None:
+            if event.text is text and event.token is not None:
                 assert made.logprobs is not None
                 assert event.token.logprob is not None
                 made.ids.append(event.token.id)

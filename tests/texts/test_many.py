@@ -22,7 +22,7 @@ from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.model import Transformer
 from llama.texts.many import Writer, steady
-from llama.texts.scheduler import Texts
+from llama.texts.scheduler import Text, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -61,8 +61,8 @@ def test_a_text_for_whose_row_a_layer_has_no_memory_fails_alone_and_its_error_ke
             for event in texts.step():
                 errors += [] if event.error is None else [event.error]
                 if event.token is not None:
-                    made[event.number][0].append(event.token.id)
-                    made[event.number][1].append(event.token.logprob)
+                    made[event.text.number][0].append(event.token.id)
+                    made[event.text.number][1].append(event.token.logprob)
 
         def poor(self: KVCache, shape: Any, *of: Any, layer: int = layer) -> Any:
             if self.layer == layer and shape[0] > 2:
@@ -147,14 +147,14 @@ def test_texts_wait_for_rows_and_memory_and_none_fails(kv_cache: str) -> None:
     given = [{"prompt": [5] * prompt, "max_gen_len": n} for prompt, n in sizes]
     position = model.new_cache("static").position_bytes(8)
     texts = Texts(model, rows=8, kv_cache=kv_cache, cache_bytes=None if kv_cache == "paged:24" else 600 * position)
-    numbers = [texts.add(**one, temperature=0) for one in given]
+    added = [texts.add(**one, temperature=0) for one in given]
     finish = {}
     while not texts.idle:
         for event in texts.step():
             assert event.error is None
-            finish[event.number] = event.finish
+            finish[event.text] = event.finish
         assert texts.nbytes <= (texts._caches.most_bytes or 0)
-    assert finish == dict.fromkeys(numbers, "length")
+    assert finish == dict.fromkeys(added, "length")
 
 
 def test_long_prompts_beside_a_long_answer_take_the_bytes_that_are_predicted_where_parts_are_kept() -> None:
@@ -177,10 +177,10 @@ def test_a_text_that_ends_with_its_first_token_or_while_it_is_fed_leaves_no_memo
     model = tiny_model(ARGS).requires_grad_(False)
     for max_gen_len, cancelled in ((1, False), (9, True)):
         texts = Texts(model, kv_cache="paged", piece=64)
-        number = texts.add([1] * 100, max_gen_len, temperature=0)
+        text = texts.add([1] * 100, max_gen_len, temperature=0)
         texts.step()
         assert not texts._caches.root.empty
-        texts.cancel(number) if cancelled else texts.step()
+        texts.cancel(text) if cancelled else texts.step()
         assert texts.idle
         assert texts._caches.root.empty
 
@@ -220,19 +220,17 @@ def test_a_change_of_the_model_by_the_end_of_the_prompts_counts_in_the_next_step
 @pytest.mark.parametrize("kv_cache", ["static", "paged"])
 def test_a_text_begins_with_no_keys_that_were_computed_before_the_weights_were_edited_in_place(kv_cache: str) -> None:
     model, common = twins("fp32", ARGS)[1], some_tokens(1, 60, vocab_size=VOCAB)[0].tolist()
-    texts, made = Texts(steady(model), rows=3, kv_cache=kv_cache, cache_bytes=10**8), dict[int, list[int]]()
-    reused: dict[int, int] = {}
+    texts, made = Texts(steady(model), rows=3, kv_cache=kv_cache, cache_bytes=10**8), dict[Text, list[int]]()
 
-    def run(last: int, length: int) -> int:
-        number = texts.add([*common, last], length, temperature=0)
-        made[number] = []
-        return number
+    def run(last: int, length: int) -> Text:
+        text = texts.add([*common, last], length, temperature=0)
+        made[text] = []
+        return text
 
-    def steps(until: int) -> None:
-        while until in texts._texts:
+    def steps(until: Text) -> None:
+        while until.number in texts._texts:
             for event in texts.step():
-                reused[event.number] = event.reused
-                made[event.number] += [] if event.token is None else [event.token.id]
+                made[event.text] += [] if event.token is None else [event.token.id]
 
     ended, running = run(1, 3), run(2, 40)
     steps(ended)
@@ -244,9 +242,9 @@ def test_a_text_begins_with_no_keys_that_were_computed_before_the_weights_were_e
     steps(running)
     last = run(5, 4)
     steps(last)
-    for number in (beside, later, last):
-        assert made[number] == model.generate_tokens([[*common, number + 1]], 4, temperature=0)[0][0]
-    assert [reused[number] for number in (running, beside, later, last)] == [60, 0, 60, 60]
+    for text in (beside, later, last):
+        assert made[text] == model.generate_tokens([[*common, text.number + 1]], 4, temperature=0)[0][0]
+    assert [text.reused for text in (running, beside, later, last)] == [60, 0, 60, 60]
 
 
 # ---- generate_many ---------------------------------------------------------------------------------------------------
@@ -272,21 +270,21 @@ def test_guesses_change_no_completion_and_are_counted() -> None:
     model, loop = Remembering(max_seq_len=200, repeats=True), [1, 2, 3] * 9
     expected = [model.generate_tokens([[*loop, id]], 80, temperature=0)[0][0] for id in range(5)]
     writer = Writer(model, Ids(), rows=3, speculate="lookup")
-    written = [writer.add([*loop, id], 80, temperature=0) for id in range(5)]
+    texts = [writer.add([*loop, id], 80, temperature=0) for id in range(5)]
     while not writer.texts.idle:
         list(writer.step())
-    assert [one.completion["ids"] for one in written] == expected
-    proposed, accepted = (sum(counts) for counts in zip(*(one.guesses for one in written), strict=True))
+    assert [one.read.completion["ids"] for one in texts] == expected
+    proposed, accepted = (sum(counts) for counts in zip(*(one.guesses for one in texts), strict=True))
     assert proposed >= accepted > 0
 
 
 def test_completions_come_as_they_end_or_in_order() -> None:
     model, lengths = Remembering(), [9, 1, 5]
     writer = Writer(model, Ids(), rows=3)
-    texts = [writer.add(prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=False)]
+    added = [writer.add(prompt, length) for prompt, length in zip(PROMPTS, lengths, strict=False)]
     ended = []
     while not writer.texts.idle:
-        ended += [texts.index(written) for written, _ in writer.step() if written.ended is not None]
+        ended += [added.index(text) for text, _ in writer.step() if text.ended is not None]
     assert ended == [1, 2, 0]
     made = model.generate_many(Ids(), PROMPTS, 4, rows=3, ordered=True, stop="5")
     assert [number for number, _ in made] == [0, 1, 2, 3, 4]
@@ -308,13 +306,13 @@ def test_pieces_and_times_of_a_text_and_the_tokens_that_were_not_fed() -> None:
         pieces += [piece for _, piece in writer.step()]
     second = writer.add([*prompt, 7], 3, logprobs=True)
     while not writer.texts.idle:
-        pieces += [piece for written, piece in writer.step() if written is first]
-    assert "".join(pieces) == first.completion["generation"]
+        pieces += [piece for text, piece in writer.step() if text is first]
+    assert "".join(pieces) == first.read.completion["generation"]
     assert (first.reused, second.reused, second.prompt_len, first.guesses) == (0, 50, 51, (0, 0))
     assert second.ended is not None
     assert second.began is not None
     assert second.added <= second.began <= second.ended
-    assert len(second.completion["logprobs"]) == 3
+    assert len(second.read.completion["logprobs"]) == 3
 
 
 def test_a_cancelled_text_keeps_what_it_has_and_the_others_go_on() -> None:
@@ -325,9 +323,9 @@ def test_a_cancelled_text_keeps_what_it_has_and_the_others_go_on() -> None:
     writer.cancel(first)
     assert writer.texts.running == 1
     while not writer.texts.idle:
-        assert [written for written, _ in writer.step()] == [second]
+        assert [text for text, _ in writer.step()] == [second]
     alone = model.generate_tokens([[1], [2]], 9, temperature=0)[0]
-    assert (first.completion["ids"], second.completion["ids"]) == (alone[0][:1], alone[1])
+    assert (first.read.completion["ids"], second.read.completion["ids"]) == (alone[0][:1], alone[1])
 
 
 def test_a_text_whose_logits_are_not_numbers_fails_alone() -> None:
@@ -339,9 +337,9 @@ def test_a_text_whose_logits_are_not_numbers_fails_alone() -> None:
     model.nan = True
     while not writer.texts.idle:
         list(writer.step())
-    assert (first.error, first.completion["ids"]) == (None, model.generate_tokens([[1]], 9, temperature=0)[0][0])
+    assert (first.error, first.read.completion["ids"]) == (None, model.generate_tokens([[1]], 9, temperature=0)[0][0])
     assert "not finite" in str(second.error)
-    assert second.completion["finish_reason"] is None
+    assert second.read.completion["finish_reason"] is None
 
 
 def test_what_cannot_be_generated_is_refused_with_the_number_of_the_prompt() -> None:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from llama.texts.scheduler import Event, Texts
+from llama.texts.scheduler import Event, Text, Texts
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -25,19 +25,19 @@ class Drain:
     """Collects what texts say."""
 
     def __init__(self) -> None:
-        self.ids: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[float | None]] = {}
-        self.finish: dict[int, str] = {}
+        self.ids: dict[Text, list[int]] = {}
+        self.logprobs: dict[Text, list[float | None]] = {}
+        self.finish: dict[Text, str] = {}
 
     def take(self, events: list[Event]) -> None:
         for event in events:
-            assert event.number not in self.finish, "an event after the end"
+            assert event.text not in self.finish, "an event after the end"
             if event.token is not None:
-                assert event.token.row == event.number
-                self.ids.setdefault(event.number, []).append(event.token.id)
-                self.logprobs.setdefault(event.number, []).append(event.token.logprob)
+                assert event.token.row == event.text.number
+                self.ids.setdefault(event.text, []).append(event.token.id)
+                self.logprobs.setdefault(event.text, []).append(event.token.logprob)
             if event.finish is not None:
-                self.finish[event.number] = event.finish
+                self.finish[event.text] = event.finish
 
 
 class TextsComeAndGo(RuleBasedStateMachine):
@@ -54,8 +54,8 @@ class TextsComeAndGo(RuleBasedStateMachine):
         Memory.most = 0
         Memory.all.clear()
         self.texts = Texts(self.model, rows=rows, piece=piece, cache_bytes=cache_bytes)
-        self.given: dict[int, dict[str, Any]] = {}
-        self.said, self.cancelled, self.fails = Drain(), set[int](), 0
+        self.given: dict[Text, dict[str, Any]] = {}
+        self.said, self.cancelled = Drain(), set[Text]()
 
     @rule(
         prompt=st.lists(st.integers(0, 6), min_size=1, max_size=8),
@@ -67,8 +67,8 @@ class TextsComeAndGo(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], common: int, **how: Any) -> None:
         prompt = [3, 1, 4, 1, 5] * (common // 5) + prompt  # many begin alike
-        number = self.texts.add(prompt, how["max_gen_len"], stop_ids=how["stop_ids"], seed=how["seed"], **how["way"])
-        self.given[number] = {"prompt": prompt, **how}
+        text = self.texts.add(prompt, how["max_gen_len"], stop_ids=how["stop_ids"], seed=how["seed"], **how["way"])
+        self.given[text] = {"prompt": prompt, **how}
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
@@ -77,9 +77,10 @@ class TextsComeAndGo(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30))
     def cancel(self, which: int) -> None:
-        self.texts.cancel(which)
-        if which in self.given and which not in self.said.finish:
-            self.cancelled.add(which)
+        for text in [*self.given][which : which + 1]:
+            self.texts.cancel(text)
+            if text not in self.said.finish:
+                self.cancelled.add(text)
 
     @rule()
     def fail(self) -> None:
@@ -116,7 +117,7 @@ class TextsComeAndGo(RuleBasedStateMachine):
             steps += 1
             assert steps < 2000, "texts that do not end"
         alone = Remembering(repeats=self.model.repeats)
-        for number, how in self.given.items():
+        for text, how in self.given.items():
             made, logprobs = alone.generate_tokens(
                 [how["prompt"]],
                 how["max_gen_len"],
@@ -124,14 +125,14 @@ class TextsComeAndGo(RuleBasedStateMachine):
                 seed=how["seed"],
                 **{**how["way"], "speculate": None},
             )
-            ids = self.said.ids.get(number, [])
-            if number in self.cancelled or self.said.finish[number] == "failed":
+            ids = self.said.ids.get(text, [])
+            if text in self.cancelled or self.said.finish[text] == "failed":
                 assert ids == made[0][: len(ids)]
             else:
                 assert ids == made[0]
-                assert self.said.finish[number] == ("stop" if len(ids) < how["max_gen_len"] else "length")
+                assert self.said.finish[text] == ("stop" if len(ids) < how["max_gen_len"] else "length")
                 if logprobs is not None:
-                    assert self.said.logprobs.get(number, []) == logprobs[0]
+                    assert self.said.logprobs.get(text, []) == logprobs[0]
 
 
 TextsComeAndGo.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
@@ -143,11 +144,11 @@ test_texts_that_come_and_go_are_what_they_are_alone = TextsComeAndGo.TestCase
 
 def reused(texts: Texts, prompt: list[int], max_gen_len: int = 1) -> int:
     """Run a text to its end, and return how many tokens of its prompt were not fed."""
-    number, found = texts.add(prompt, max_gen_len), -1
+    text = texts.add(prompt, max_gen_len)
     for _ in range(max_gen_len + 1):
-        found = next((event.reused for event in texts.step() if event.number == number), found)
+        texts.step()
     assert texts.idle, "the text has not ended"
-    return found
+    return text.reused
 
 
 def test_the_cache_of_a_text_that_fails_is_freed_before_the_next_prompt_is_fed_although_its_error_is_kept() -> None:
@@ -191,10 +192,10 @@ def test_a_cancelled_text_frees_its_row_at_once_and_what_it_has_cached_stays() -
     for cache_bytes, stays in ((None, 0), (200, 42)):
         Memory.all.clear()
         texts = Texts(Remembering(), rows=1, cache_bytes=cache_bytes)
-        number = texts.add([1] * 40, 9)
+        text = texts.add([1] * 40, 9)
         for _ in range(3):
             texts.step()
-        texts.cancel(number)
+        texts.cancel(text)
         assert sum(len(row) for cache in Memory.all for row in cache.rows) == stays
         assert reused(texts, [*[1] * 40, 5]) == (40 if stays else 0)
 
