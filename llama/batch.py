@@ -31,7 +31,7 @@ class NonFiniteLogits(ValueError):
 class Chosen(NamedTuple):
     """The choice of one step, on the host.
 
-    ids: an id for each row in the batch; -1 if its logits are not finite, None if the row gets no token.
+    ids: an id for each row in the batch; -1 if none can be chosen, see `Row.failure`, None if the row gets no token.
     logprobs: the log-probabilities of the ids; None if they were not requested.
     """
 
@@ -76,15 +76,25 @@ class Row:
     ended: Ended | None = None
 
     @property
+    def failure(self) -> ValueError:
+        """Why no token could be chosen, if none could."""
+        matcher = self.sampler.matcher
+        if matcher is not None and matcher.error:
+            return ValueError(f"schema: llguidance cannot go on at token {self.made} of the text: {matcher.error}")
+        return NonFiniteLogits(self.made, self.number)
+
+    @property
     def made(self) -> int:
         """The number of generated tokens."""
         return len(self.ids) - self.prompt_len
 
     def append(self, id: int) -> None:
-        """Add a generated token; end at the maximum length."""
+        """Add a generated token; end where no token can follow by the schema, and at the maximum length."""
         self.ids.append(id)
         self.sampler.saw(id)
-        if self.made == self.max_new:
+        if self.sampler.matcher is not None and self.sampler.matcher.ended:
+            self.ended = "stop"
+        elif self.made == self.max_new:
             self.ended = "length"
 
 
@@ -109,7 +119,9 @@ class Batch:
                 prompt_len=len(prompt),
                 max_new=max_new,
                 stop_ids=request.stop_ids,
-                sampler=Sampler(request.sampling, stream, prompt, vocab_size),
+                sampler=Sampler(
+                    request.sampling, stream, prompt, vocab_size, request.schema.matcher() if request.schema else None
+                ),
                 guesser=Guesser(request.speculate, vocab_size)
                 if request.speculate is not None and not penalty
                 else None,
@@ -189,7 +201,7 @@ class Batch:
         on_host = ids.where(finite, -1).tolist()  # host sync: the only one per step, where stopping is checked
         if not any(row.logprobs for row in self.rows):
             return Chosen(on_host, [None] * len(on_host))
-        return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].tolist())
+        return Chosen(on_host, logits.log_softmax(-1).gather(-1, ids[:, None].clamp(min=0))[:, 0].tolist())
 
     def record(self, chosen: Chosen) -> Iterator[Token]:
         """Add the chosen token to every row that still generates, and yield it; end rows at a stop id."""
@@ -197,7 +209,7 @@ class Batch:
             if row.ended or id is None:
                 continue
             if id < 0:
-                raise NonFiniteLogits(row.made, row.number)
+                raise row.failure
             if id in row.stop_ids:
                 row.ended = "stop"
                 continue

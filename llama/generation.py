@@ -25,6 +25,7 @@ from llama.ranks import ALONE, Ranks
 from llama.request import OF_A_BATCH, Options, Step, check_scored, check_speculation, listing_options, make_request
 from llama.rows import Rows
 from llama.sampling import Sampler, choose_rows
+from llama.schemas import schema_of
 from llama.speculation import Width, accepted, width_of
 from llama.stepper import Runner, Stepper, inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -133,7 +134,7 @@ class PlainStepper:
         that row gets a step without a guess.
         """
         batch = self.batch
-        samplers = [row.sampler for row, guess in zip(batch.rows, guesses, strict=True) for _ in (None, *guess)]
+        samplers = [each for row, guess in zip(batch.rows, guesses, strict=True) for each in row.sampler.ahead(guess)]
         logits = self._feed_guesses(guesses)
         if logits is None:
             return self._step()
@@ -447,6 +448,7 @@ def _stream(
     options: Options,
 ) -> Stream:
     prompts = [prompts] if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable) else list(prompts)
+    options["schema"] = schema_of(options.get("schema"), tokenizer, model.args.vocab_size)
     bos = options.get("prefix") is None  # a prefix has BOS already
     ids = [encode_prompt(tokenizer, prompt, bos=bos) for prompt in prompts]
     batch, cache = _batch(model, ids, max_gen_len, tokenizer.stop_tokens, options)

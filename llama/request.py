@@ -4,7 +4,7 @@ Knows ids and limits; does not know models, text or how tokens are made.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import cleandoc
 from itertools import takewhile
@@ -15,6 +15,7 @@ import torch
 from llama.args import ModelArgs
 from llama.kv_cache import Cache, check_lossless
 from llama.sampling import Sampling, row_streams, whole_number
+from llama.schemas import Schema
 from llama.speculation import Speculate, check_speculate
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -59,6 +60,7 @@ class Options(TypedDict, total=False):
     top_k (None): draw from the top_k most likely tokens; None keeps all.
     min_p (0.0): draw from tokens at least min_p times as likely as the most likely one.
     repetition_penalty (1.0): above 1 makes tokens that the row already contains less likely.
+    schema (None): a JSON Schema that every new text satisfies, as a dict or JSON; needs the extra `json`.
     seed (None): an int seeds row i with seed + i, a list has a seed for each row, None draws a random seed.
     logprobs (False): also return the log-probability of each token under the model, before temperature and penalty.
     echo (False): begin with the prompt.
@@ -76,6 +78,7 @@ class Options(TypedDict, total=False):
     top_k: int | None
     min_p: float
     repetition_penalty: float
+    schema: Schema | Mapping[str, Any] | str | None
     seed: int | Sequence[int] | None
     logprobs: bool
     echo: bool
@@ -115,6 +118,7 @@ class Request:
     stop_ids: frozenset[int]
     sampling: Sampling
     kv_caching: bool
+    schema: Schema | None = None
     seed: int | Sequence[int] | None = None
     logprobs: bool = False
     echo: bool = False
@@ -172,6 +176,8 @@ def make_request(
     caching = kv_caching if switch is None else switch
     if rest.get("share_prefix") and not caching:
         raise ValueError("share_prefix=True needs the KV cache, which is off: the cache stores what is fed once")
+    if not isinstance(rest.get("schema"), Schema | None):
+        raise ValueError("schema needs a tokenizer, and ids have none: use a call that returns text")
     check_speculate(rest.get("speculate"))
     if rest.get("speculate") is not None and not caching:
         raise ValueError("speculate needs the KV cache, which is off: switch it on, or leave out speculate")

@@ -4,6 +4,7 @@ Does not know models or text. Every row has its own random stream, so its draws 
 other rows.
 """
 
+import copy
 import math
 import operator
 import sys
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llama.ops import widest
+from llama.schemas import Matcher
 
 # Sorting a whole vocabulary can take longer than a step of a small model, so this many tokens are sorted first.
 _CANDIDATES = 1024
@@ -83,10 +85,18 @@ class Sampler:
     """The state of sampling of one row: its settings, its random stream, and the tokens that it contains.
 
     seen: which tokens the row contains, (vocab,) bool on the CPU; None without a penalty.
+    matcher: its new tokens against a JSON Schema, which masks all others before temperature; None without one.
     """
 
-    def __init__(self, sampling: Sampling, stream: torch.Generator, prompt: Sequence[int], vocab_size: int) -> None:
-        self.sampling, self._stream = sampling, stream
+    def __init__(
+        self,
+        sampling: Sampling,
+        stream: torch.Generator,
+        prompt: Sequence[int],
+        vocab_size: int,
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.sampling, self._stream, self.matcher = sampling, stream, matcher
         self._spared: list[float] = []  # drawn, but not used yet
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
@@ -107,47 +117,93 @@ class Sampler:
         if self.sampling.temperature != 0:
             self._spared[:0] = draws
 
+    @property
+    def plain(self) -> bool:
+        """Whether a token's logit and the settings alone decide whether it may be chosen."""
+        return self.seen is None and self.matcher is None
+
     def saw(self, id: int) -> None:
         """Note that the row contains a token."""
         if self.seen is not None:
             self._marks[id] = True
+        if self.matcher is not None:
+            self.matcher.accept(id)
+
+    def ahead(self, guess: Sequence[int]) -> "list[Sampler]":
+        """Return the samplers of the next token and of those behind each token of a guess, on one stream."""
+        samplers = [self]
+        for id in guess:
+            samplers.append(samplers[-1] if self.matcher is None else copy.copy(samplers[-1]))
+            if (before := samplers[-2].matcher) is not None:
+                samplers[-1].matcher = later = before.copy()
+                later.accept(id)
+        return samplers
 
 
 def choose_rows(logits: Tensor, samplers: Sequence[Sampler], draws: Tensor | None) -> Tensor:
     """Choose the next token of every row by the row's own settings: (bsz, vocab) logits -> (bsz,) int64.
 
-    draws: a random number of each row, (bsz,) float64 on the CPU; None if all are greedy.
+    draws: a random number of each row, (bsz,) float64 on the CPU; None if all are greedy. The id is -1 if a row's
+    schema has no next token, because it has become too complex for llguidance.
     """
+    allowed = _allowed(samplers, logits)
+    if allowed is None:
+        return _choose_rows(logits, samplers, draws, None)
+    return _choose_rows(logits, samplers, draws, allowed).where(allowed.any(-1), -1)
+
+
+def _allowed(samplers: Sequence[Sampler], logits: Tensor) -> Tensor | None:
+    """Return which tokens each row may get, (bsz, vocab) bool; None if no row has a schema."""
+    if all(sampler.matcher is None for sampler in samplers):
+        return None
+    allowed = torch.ones(logits.shape, dtype=torch.bool, device="cpu")
+    for row, sampler in enumerate(samplers):
+        if sampler.matcher is not None:
+            allowed[row] = sampler.matcher.mask()
+    return allowed.to(logits.device)
+
+
+def _choose_rows(logits: Tensor, samplers: Sequence[Sampler], draws: Tensor | None, allowed: Tensor | None) -> Tensor:
     settings = list(dict.fromkeys(sampler.sampling for sampler in samplers))
     if len(settings) == 1:
-        return _choose_alike(logits, samplers, draws)
+        return _choose_alike(logits, samplers, draws, allowed)
     chosen = torch.empty(len(samplers), dtype=torch.int64, device=logits.device)
     for sampling in settings:
         rows = [row for row, sampler in enumerate(samplers) if sampler.sampling == sampling]
         own = None if draws is None else draws[rows]
-        chosen[rows] = _choose_alike(logits[rows], [samplers[row] for row in rows], own)
+        masks = None if allowed is None else allowed[rows]
+        chosen[rows] = _choose_alike(logits[rows], [samplers[row] for row in rows], own, masks)
     return chosen
 
 
-def _choose_alike(logits: Tensor, samplers: Sequence[Sampler], draws: Tensor | None) -> Tensor:
+def _choose_alike(logits: Tensor, samplers: Sequence[Sampler], draws: Tensor | None, allowed: Tensor | None) -> Tensor:
     """Choose the next token of rows of the same settings."""
     seen = None
     if samplers[0].seen is not None:
         seen = torch.stack([sampler.seen for sampler in samplers if sampler.seen is not None]).to(logits.device)
-    return choose(logits, samplers[0].sampling.settings, seen, draws)[0]
+    return choose(logits, samplers[0].sampling.settings, seen, draws, allowed=allowed)[0]
 
 
 def choose(
-    logits: Tensor, settings: Settings, seen: Tensor | None, draws: Tensor | None, *, whole: bool | None = None
+    logits: Tensor,
+    settings: Settings,
+    seen: Tensor | None,
+    draws: Tensor | None,
+    *,
+    whole: bool | None = None,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the next token of every row from (bsz, vocab) logits, and mark it in `seen`.
 
     seen: (bsz, vocab) bool, read with a penalty only. draws: a random number of each row. whole: see `most_likely`.
+    allowed: (bsz, vocab) bool, the tokens that may be chosen; None for all.
     Returns the ids, (bsz,) int64, and the rows whose ids are certain, (bsz,) bool, or None for all rows.
     """
     if settings.penalty is not None:
         assert seen is not None
         logits = penalize(logits, seen, settings.penalty)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -math.inf)
     sure = None
     if settings.temperature is None or draws is None:
         chosen = logits.argmax(-1)  # the first of equals

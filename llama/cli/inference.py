@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from llama.host import console
 from llama.host.cores import FreeCores
+from llama.untrusted.files import read_regular
+from llama.untrusted.json_object import parse_object
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +67,7 @@ def main(
     repetition_penalty: float = 1.0,
     seed: int = 1,
     stop: list[str] = [],  # noqa: B006  (read only)
+    schema: str | None = None,
     kv_caching: bool = True,
     kv_cache: str = "static",
     share_prefix: bool = False,
@@ -102,6 +105,7 @@ def main(
         repetition_penalty: Values above 1 make tokens of the text less likely.
         seed: Prompt i, from 0, draws from the random stream seed + i.
         stop: End a text before this string; may be given several times. The shell passes a line end as $'\\n'.
+        schema: A file with a JSON Schema, which every new text satisfies unless max_gen_len ends it.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
         kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, or by layer static@:2;int4. NAME is one of adakv,
             chunkkv, compactor, concat, criticalkv, cur, duo-attention, expected-attention, finch, fp8, h2o, int4, int8,
@@ -133,6 +137,7 @@ def main(
     check_files(has_lines, of_lines, {**others, "--share_prefix": share_prefix, "--kv_caching=False": not kv_caching})
     texts = [] if conversation or has_lines else read_prompts(prompts, prompt_file)
     note_escapes(stop)
+    shape = None if schema is None else read_schema(Path(schema))
     longest = max_gen_len if max_gen_len is not None else 512 if conversation else 64
     sampling: Options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
     sampling["repetition_penalty"] = repetition_penalty
@@ -146,7 +151,7 @@ def main(
     join_ranks(chosen, timeout, one_process=alone)
     files: dict[str, Any] = {"path": ckpt_dir, "tokenizer_path": tokenizer_path, "device": device, "dtype": dtype}
     limits: dict[str, Any] = {"max_seq_len": max_seq_len, "kv_cache": kv_cache}
-    writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop}
+    writing: dict[str, Any] = {**sampling, "max_gen_len": longest, "stop": stop, "schema": shape}
     if has_lines:
         from llama.cli.prompt_files import answer_file, plan
 
@@ -181,6 +186,14 @@ def main(
             write_watch_page(Path(watch), model, tokenizer, asked, Path(ckpt_dir), speculate=speculate, **writing)
         )
     return code
+
+
+def read_schema(path: Path) -> dict[str, Any]:
+    """Return the JSON Schema of a file. Raises ValueError and OSError."""
+    try:
+        return parse_object(read_regular(path, limit=1 << 20))
+    except ValueError as error:
+        raise ValueError(f"--schema {path}: {error}") from None
 
 
 def check_files(has_lines: bool, of_lines: dict[str, Any], others: dict[str, Any]) -> None:

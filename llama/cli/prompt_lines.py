@@ -8,17 +8,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama.batch import NonFiniteLogits
-from llama.serve.requests import ANY, COUNT, FLAG, OF_TEXTS, check_fields, in_openai_s_words, one_of, plain_dialog
+from llama.serve.requests import (
+    ANY,
+    COUNT,
+    FLAG,
+    OF_TEXTS,
+    Rule,
+    check_fields,
+    in_openai_s_words,
+    one_of,
+    plain_dialog,
+    schema_in,
+)
 from llama.texts.scheduler import Text
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable
 
-OURS = "max_gen_len stop temperature top_p top_k min_p repetition_penalty seed logprobs"
+OURS = "max_gen_len stop temperature top_p top_k min_p repetition_penalty seed logprobs schema"
 SETTINGS = {name: name for name in OURS.split()} | dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_gen_len")
 RULES = {
     **OF_TEXTS,
     **{"max_gen_len": COUNT, "max_completion_tokens": COUNT, "n": one_of(1), "stream": one_of(False)},
     "ids": FLAG,
+    "schema": Rule(lambda value: isinstance(value, dict), "must be a JSON Schema, an object in braces"),
     **dict.fromkeys(("prompt", "messages", "logprobs"), ANY),  # the Writer and the chat format check them
     "store": ANY,
 }
@@ -67,6 +79,8 @@ class Question:
         if given.keys() & set(PROMPTS.values()):
             raise ValueError(f"it has prompt and messages; leave out all but {name}")
         own = {SETTINGS[name]: value for name, value in given.items() if name in SETTINGS}
+        if (asked := schema_in(given.get("response_format", {"type": "text"}))) is not None:
+            own["schema"] = asked
         if self.url and own.pop("logprobs", False) is not False:
             raise ValueError('logprobs are not supported in batch lines; {"prompt": ..., "logprobs": true} has them')
         own |= {"prompt": encode_dialog(plain_dialog(prompt)) if name == "messages" else prompt}

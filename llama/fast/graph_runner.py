@@ -117,6 +117,9 @@ class GraphRunner:
         request = batch.request
         if self._retired or request.on_step is not None or self._watched(model):
             return None
+        if request.schema is not None:
+            logger.info("fast: CUDA graphs choose by no schema, so the plain path runs this batch")
+            return None
         if not self.in_use.acquire(blocking=False):
             return None
         rows, length = len(request.prompts), request.longest

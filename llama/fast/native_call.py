@@ -185,7 +185,8 @@ class NativeSampler:
         rows, vocab = self.logits.shape
         self._no_logprobs = list[float | None]([None] * rows)
         self._choice = None
-        if all(sampler.seen is None or len(sampler.seen) == vocab for sampler in batch.samplers):
+        sizes_fit = all(sampler.seen is None or len(sampler.seen) == vocab for sampler in batch.samplers)
+        if sizes_fit and all(sampler.matcher is None for sampler in batch.samplers):
             self._choice = NativeChoice(self.logits, batch.samplers)
             call.choose_by(self._choice.choice)
 

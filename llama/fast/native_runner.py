@@ -313,7 +313,7 @@ class NativeStepper(PlainStepper):
         return made
 
     def _pick(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor) -> Chosen:
-        if not self._native or any(sampler.seen is not None for sampler in samplers):
+        if not self._native or not all(sampler.plain for sampler in samplers):
             return super()._pick(logits, samplers, draws)
         ids = self._runner.choose(logits, samplers, draws)
         if min(ids) < 0:

@@ -26,6 +26,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from llama.host import palette
+from llama.schemas import schema_of
 from llama.serve.answers import Answer
 from llama.serve.engine import Engine, Job, Update
 from llama.serve.requests import MOST_BYTES, Asked, Refused, check_model, read
@@ -193,8 +194,16 @@ class App:
         return Reply(self, jobs, answer)
 
     def _encoded(self, asked: Asked) -> list[list[int]]:
-        """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""
+        """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process.
+
+        Compile the schema, which may also take long.
+        """
         tokenizer, ids = self.engine.tokenizer, []
+        try:
+            if (schema := asked.options.get("schema")) is not None:
+                asked.options["schema"] = schema_of(schema, tokenizer, self.engine.model.args.vocab_size)
+        except ValueError as error:
+            raise Refused(str(error).replace("schema=", "response_format: "), param="response_format") from None
         try:
             for prompt in asked.prompts:
                 if asked.chat:

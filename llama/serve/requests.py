@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from llama.request import Options
 from llama.sampling import Sampling, check_seed
+from llama.schemas import ANY_OBJECT
 from llama.untrusted.json_object import parse_object
 from llama.untrusted.words import printable
 
@@ -42,7 +43,8 @@ class Asked:
     """A checked request.
 
     prompts: texts or lists of ids; of a chat, one dialog. max_tokens: None if it was left out. timings: whether every
-    chunk of a stream has them. options: the sampling, `logprobs`, and the seed if there is one.
+    chunk of a stream has them. options: the sampling, `logprobs`, the schema, and the seed if there
+    is one.
     """
 
     chat: bool
@@ -114,13 +116,28 @@ def _sampling(name: str, *, limited: bool) -> Rule:
     return Rule(is_right, "must be from 0.01 to 100")
 
 
+def schema_in(response_format: Any) -> dict[str, Any] | None:
+    """Return the JSON Schema of OpenAI's `response_format`; None for plain text. Raises ValueError."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind in ("text", "json_object"):
+        return None if kind == "text" else ANY_OBJECT
+    inside = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = inside.get("schema") if isinstance(inside, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError(
+            "response_format must be an object with the type text, json_object, or json_schema; the last one has "
+            '"json_schema": {"name": ..., "schema": a JSON Schema}'
+        )
+    return schema
+
+
 IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # no settings of a text
 NEUTRAL: Mapping[str, Rule] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), one_of(0)),
     **dict.fromkeys(("echo", "store"), one_of(False)),
     **{"logit_bias": one_of({}), "tools": one_of([]), "tool_choice": one_of("none", "auto")},
     **{"parallel_tool_calls": one_of(True, False), "best_of": one_of(1), "suffix": one_of("")},
-    **{"response_format": one_of({"type": "text"}), "modalities": one_of(["text"])},
+    **{"response_format": Rule(lambda value: schema_in(value) is not False), "modalities": one_of(["text"])},
     "service_tier": one_of("auto", "default"),
 }
 FLAG = Rule(lambda value: isinstance(value, bool), "must be true or false")
@@ -186,7 +203,10 @@ def read(data: bytes, *, chat: bool, names: Sequence[str]) -> Asked:
         check_fields({"seed": body.get("seed", 0) + len(prompts) * n - 1}, OF_TEXTS)  # of the last choice
     except WrongField as error:
         raise Refused(str(error), param=error.param, code=error.code) from None
-    sampling = {"temperature": 1.0, "top_p": 1.0} | {name: body[name] for name in (*_NAMES, "seed") if name in body}
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0} | {
+        name: body[name] for name in (*_NAMES, "seed") if name in body
+    }
+    sampling["schema"] = schema_in(body.get("response_format", {"type": "text"}))
     return Asked(
         chat=chat,
         prompts=prompts,

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from llama.batch import NonFiniteLogits
 from llama.request import Options
 from llama.sampling import whole_number
+from llama.schemas import schema_of
 from llama.streaming import Completion, RowText, TextCodec, encode_prompt
 from llama.texts.scheduler import Text, Texts
 
@@ -41,6 +42,7 @@ class Writer:
         read = RowText(self.tokenizer, stop, logprobs=options.get("logprobs", False))
         ids = encode_prompt(self.tokenizer, prompt)
         options.setdefault("speculate", self._speculate)
+        options["schema"] = schema_of(options.get("schema"), self.tokenizer, self.texts.vocab_size)
         text = self.texts.add(ids, max_gen_len, stop_ids=self.tokenizer.stop_tokens, **options)
         text.read = read
         return text

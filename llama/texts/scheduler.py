@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 
-from llama.batch import Batch, Chosen, Ended, NonFiniteLogits, Row, Token
+from llama.batch import Batch, Chosen, Ended, Row, Token
 from llama.generation import PlainStepper, make_stepper
 from llama.request import OF_A_BATCH, Options, Request, Step, check_speculation, make_request
 from llama.streaming import RowText
@@ -105,6 +105,11 @@ class Texts:
     def running(self) -> int:
         """The number of texts that generate, or whose prompt is being fed."""
         return len(self._texts) - len(self._waiting)
+
+    @property
+    def vocab_size(self) -> int:
+        vocab_size: int = self._model.args.vocab_size
+        return vocab_size
 
     @property
     def idle(self) -> bool:
@@ -255,8 +260,8 @@ class Texts:
         events = []
         for row in batch.rows:
             if row.number in self._texts and (row.ended or row.number in tokens):
-                nan = NonFiniteLogits(row.made, row.number) if row.ended == "failed" else None
-                events.append(Event(self._texts[row.number], tokens.get(row.number), row.ended, nan))
+                failure = row.failure if row.ended == "failed" else None
+                events.append(Event(self._texts[row.number], tokens.get(row.number), row.ended, failure))
                 if row.ended:
                     del self._texts[row.number]
                     self._caches.keep(row, stepper, self._requests())

@@ -23,6 +23,7 @@ from llama.kv_cache import Cache, check_lossless
 from llama.locked import locked
 from llama.request import Options, check_speculation, common_beginning, listing_options, make_request
 from llama.rows import Rows
+from llama.schemas import schema_of
 from llama.speculation import MOST
 from llama.stepper import inferring
 from llama.streaming import Completion, Stream, TextCodec, encode_prompt
@@ -209,6 +210,7 @@ class Session:
                 raise ValueError(f"{name} is no option here: a session has its own cache and its own text")
         if options.get("echo") and options.get("logprobs"):
             raise ValueError("a session does not store logits of its text; use model.generate for echo with logprobs")
+        options["schema"] = schema_of(options.get("schema"), self.tokenizer, self.limits.vocab_size)
         stops = self.tokenizer.stop_tokens
         caching, bound = self.model.kv_caching, self.bound
         request = make_request(self.limits, caching, [self.tokens], max_gen_len, stops, options, bound=bound)

@@ -1,0 +1,143 @@
+"""JSON Schemas -> masks of the tokens that may come next, by llguidance (https://github.com/guidance-ai/llguidance).
+
+Knows the bytes of tokens; does not know models, logits or sampling. llguidance is the extra `json`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+ANY_OBJECT = {"type": "object"}  # OpenAI's json_object
+# What a schema cannot change by its own `x-guidance`: texts are JSON, keywords are never ignored, and a text cannot
+# consist of spaces without end.
+_FIXED: Any = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n]{1,32}",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class Matcher:
+    """The part of one text that was generated, against its schema.
+
+    ended: whether the text is complete and no token can follow it. error: why no mask can be computed; "" if one can.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self.ended, self.error = False, ""
+
+    def copy(self) -> "Matcher":
+        return Matcher(self._matcher.deep_copy(), self._vocab_size)
+
+    def mask(self) -> Tensor:
+        """Return which tokens may come next, (vocab,) bool on the CPU: stop tokens only where the text may end."""
+        bias = bytearray(self._matcher.compute_logit_bias())  # a byte for each token, 0 for those that may not
+        self.error = self._matcher.get_error()
+        return torch.frombuffer(bias, dtype=torch.uint8)[: self._vocab_size].bool() & (not self.error)
+
+    def accept(self, id: int) -> None:
+        """Add a token to the text."""
+        self._matcher.consume_token(id)
+        self.error = self._matcher.get_error()
+        self.ended = self._matcher.is_stopped() and not self.error
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A JSON Schema for the texts of one tokenizer and model."""
+
+    text: str
+    _begin: Matcher = field(repr=False, compare=False)
+
+    def matcher(self) -> Matcher:
+        """Return the matcher of a text of which nothing was generated."""
+        return self._begin.copy()
+
+
+def schema_of(given: Any, tokenizer: Any, vocab_size: int) -> Schema | None:
+    """Return a JSON Schema, given as a mapping, a bool or the text of one, for a tokenizer and the ids of a model.
+
+    Raises ValueError without llguidance, for a schema that it refuses, and for a tokenizer without bytes of tokens.
+    """
+    if given is None or isinstance(given, Schema):
+        return given
+    try:
+        text = given if isinstance(given, str) else json.dumps(given)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"schema={given!r:.60} must be a JSON Schema: {error}") from None
+    if not text.lstrip().startswith("{"):
+        raise ValueError(f"schema={text:.60} must be a JSON Schema: an object in braces")
+    known = _VOCABULARIES.get(tokenizer)
+    if known is None or known.size != vocab_size:
+        known = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer, vocab_size)
+    return known.schema(text)
+
+
+class _Vocabulary:
+    """The bytes of a tokenizer's tokens, and the schemas that were compiled for them lately."""
+
+    def __init__(self, tokenizer: Any, size: int) -> None:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise ValueError(f"schema needs {error.name}: pip install 'llama-kv[json]'") from None
+        if not hasattr(tokenizer, "decode_bytes"):
+            raise ValueError("schema needs a tokenizer with decode_bytes, which returns the bytes of a token")
+        ends = list(tokenizer.stop_tokens) or [size]  # an id that the model does not have
+        wrapped: Any = _Tokens(tokenizer, size, ends)
+        self.size = size
+        self._tokens: LLTokenizer = LLTokenizer(wrapped, n_vocab=max(size, *ends) + 1, eos_token=ends)
+        self.schema = lru_cache(maxsize=64)(self._compiled)
+
+    def _compiled(self, text: str) -> Schema:
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text, overrides=_FIXED), log_level=0)
+            why = matcher.get_error()
+        except ValueError as error:
+            why = str(error)
+        if why:
+            raise ValueError(f"schema={text:.60} is refused by llguidance: {why.splitlines()[0]}")
+        return Schema(text, Matcher(matcher, self.size))
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer. Special tokens are no part of a text."""
+
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
+        special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
+        self._tokenizer = tokenizer
+        self.special_token_ids, self.eos_token_id = sorted({*special.values(), *ends}), ends[0]
+        self.tokens = [_bytes_of(tokenizer, id) for id in range(size)] + [b""] * (max(ends) + 1 - size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return the ids of a part of a text that a schema leaves no choice of."""
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return list(self._tokenizer.encode(text, bos=False, eos=False, begins=False))
+
+
+def _bytes_of(tokenizer: Any, id: int) -> bytes:
+    """Return the bytes of a token; b"" for an id of the model that the tokenizer does not have."""
+    try:
+        return bytes(tokenizer.decode_bytes([id], begins=False))
+    except ValueError:
+        return b""
+
+
+_VOCABULARIES: "WeakKeyDictionary[Any, _Vocabulary]" = WeakKeyDictionary()
