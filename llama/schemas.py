@@ -5,8 +5,10 @@ Knows the bytes of tokens; does not know models, logits or sampling. llguidance 
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +29,13 @@ _FIXED: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+
+def llguidance_version() -> str | None:
+    """Return the version of llguidance, which decides texts with a schema; None without it."""
+    with suppress(PackageNotFoundError):
+        return version("llguidance")
+    return None
 
 
 class Matcher:

@@ -137,7 +137,7 @@ NEUTRAL: Mapping[str, Rule] = {
     **dict.fromkeys(("echo", "store"), one_of(False)),
     **{"logit_bias": one_of({}), "tools": one_of([]), "tool_choice": one_of("none", "auto")},
     **{"parallel_tool_calls": one_of(True, False), "best_of": one_of(1), "suffix": one_of("")},
-    **{"response_format": Rule(lambda value: schema_in(value) is not False), "modalities": one_of(["text"])},
+    **{"response_format": Rule(lambda value: schema_in(value) or True), "modalities": one_of(["text"])},
     "service_tier": one_of("auto", "default"),
 }
 FLAG = Rule(lambda value: isinstance(value, bool), "must be true or false")

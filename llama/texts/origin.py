@@ -18,6 +18,7 @@ from llama.host.version import __version__, code_digest, content_digest
 from llama.kv_cache import KVCache
 from llama.kv_cache.names import SOURCE, kinds_named
 from llama.ops import linear
+from llama.schemas import llguidance_version
 from llama.streaming import TextCodec
 from llama.switches import Switches
 from llama.texts.digest import Digest, digest_of, digest_of_text
@@ -63,6 +64,7 @@ def text_origin(model: Switches, tokenizer: TextCodec, day: str | None, kv_cache
         "day": day,
         "llama_kv": f"{__version__} code {code_digest()}",
         "torch": torch.__version__,
+        "llguidance": llguidance_version(),
     }
 
 

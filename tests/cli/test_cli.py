@@ -1,6 +1,7 @@
 """Words of a command line arrive as typed, or are refused in one line before anything runs."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -275,6 +276,16 @@ def test_text_is_the_same_with_and_without_the_cache_streamed_or_not(infer: Infe
     assert "KV cache off" in printed[("--kv_caching=False",)]
     assert "KV cache on (concat)" in printed[("--kv_cache=concat",)]
     assert without_speed(infer(*words[:-1], "5")) != without_speed(printed[()])
+
+
+def test_a_text_has_the_form_of_the_file_that_schema_names(infer: Infer, tmp_path: Path) -> None:
+    file = tmp_path / "form.json"
+    file.write_text('{"const": {"a": [1]}}')
+    printed = infer("--max_gen_len=40", "hello", "--temperature=3", "--schema", str(file))
+    assert json.loads(printed.partition("> ")[2].partition("\n\n====")[0]) == {"a": [1]}
+    file.write_text('["const"]')
+    with pytest.raises(ValueError, match=r"--schema .*form.json: .*"):
+        main("hello", schema=str(file))
 
 
 @table("kind", ["window:40+4", "{file}:mine"])

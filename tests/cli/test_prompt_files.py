@@ -22,6 +22,7 @@ from commands import Command
 from fakes import Ids, Remembering
 from interrupts import interrupted, kill_at
 from refusals import unrefused
+from serving import Letters, Slow
 from tables import table
 from torch import Tensor
 
@@ -116,6 +117,30 @@ def answered(job: Job, *, rows: int = 3, model: Remembering | None = None) -> by
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The answers of `some_lines` without a disturbance."""
     return answered(a_job(tmp_path_factory.mktemp("whole"), some_lines()))
+
+
+def test_a_line_or_the_command_has_a_schema_and_a_line_s_own_counts(tmp_path: Path) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 2}}}
+    lines = [
+        {"prompt": "a"},
+        {"prompt": "a", "schema": {"const": {"b": 1}}},
+        {**BATCH, "body": {"prompt": "a", "response_format": form}},
+        {**BATCH, "body": {"prompt": "a", "response_format": {"type": "json_object"}, "max_tokens": 1}},
+        {"prompt": "a", "schema": {"type": "foo"}},
+        {"prompt": "a", "schema": 3},
+    ]
+    job = a_job(tmp_path, lines)
+    settings = {**SETTINGS, "max_gen_len": 30, "schema": {"const": "of the command"}}
+    writer = Writer(Slow(), Letters(), rows=3)
+    answer_all(writer, job.source, job.out, partial(Question.arguments, settings=settings, encode_dialog=encode), {})
+    made = [json.loads(line) for line in job.out.read_bytes().splitlines()]
+    assert [json.loads(one["text"]) for one in made[:2]] == ["of the command", {"b": 1}]
+    choices = [one["response"]["body"]["choices"][0] for one in made[2:4]]
+    assert [(one["text"], one["finish_reason"]) for one in choices] == [("2", "stop"), ("{", "length")]
+    assert [one["error"].partition(" ")[2] for one in made[4:]] == [
+        '5: schema={"type": "foo"} is refused by llguidance: Invalid type: foo',
+        "6: schema=3 must be a JSON Schema, an object in braces",
+    ]
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------

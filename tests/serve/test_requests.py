@@ -61,6 +61,12 @@ def served() -> Iterator[Served]:
         ({"top_logprobs": 2}, 400, "top_logprobs", "top_logprobs=2 is not supported; leave it out, or send 0"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "frequency_penalty=0.5 is not supported"),
         ({"frequency_penalty": False}, 400, "frequency_penalty", "=false is not supported"),
+        (
+            {"response_format": {"type": "grammar"}},
+            400,
+            "response_format",
+            "the type text, json_object, or json_schema",
+        ),
         ({"tools": [{}]}, 400, "tools", "tools=[{}] is not supported; leave it out"),
         ({"echo": True}, 400, "echo", "not supported"),
         ({"stream_options": {"x": 1}}, 400, "stream_options", "must be an object with include_usage"),
@@ -80,6 +86,27 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
     more |= {"some_new_field": None, "stream_options": {"include_usage": None}}
     assert served.complete("a", **neutral, **more).status == 200
     assert [served.complete("a", service_tier=tier).status for tier in ("auto", "default", "flex")] == [200, 200, 400]
+
+
+FORMS = {"json_object": {"type": "json_object"}} | {
+    name: {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    for name, schema in (("const", {"const": ["a", 1]}), ("wrong", {"type": "foo"}))
+}
+
+
+def test_an_answer_has_the_form_that_response_format_asks_for() -> None:
+    with serving(tokenizer=Letters()) as server:
+        server.model.vocab_size = 128
+        for stream in (False, True):
+            got = server.complete("a", response_format=FORMS["const"], max_tokens=60, stream=stream)
+            parts = got.events if stream else [got.json]
+            assert json.loads("".join(part["choices"][0]["text"] for part in parts)) == ["a", 1]
+            assert parts[-1]["choices"][0]["finish_reason"] == "stop"
+        cut = server.complete("a", response_format=FORMS["json_object"], max_tokens=1).json["choices"][0]
+        assert (cut["text"][0], cut["finish_reason"]) == ("{", "length")
+        error = server.complete("a", response_format=FORMS["wrong"]).json["error"]
+        assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
+        assert error["message"].endswith("is refused by llguidance: Invalid type: foo")
 
 
 @table(
