@@ -278,6 +278,18 @@ def test_guesses_change_no_completion_and_are_counted() -> None:
     assert proposed >= accepted > 0
 
 
+def test_a_stop_string_among_several_tokens_of_a_step_ends_the_text_there() -> None:
+    model, loop = Remembering(max_seq_len=200, repeats=True), [1, 2, 3] * 9
+    expected = model.generate(Ids(), [loop], 80, temperature=0)[0]["ids"]
+    for at in range(20, 32):
+        stop = " ".join(map(str, expected[:at]))
+        writer = Writer(model, Ids(), speculate="lookup")
+        text = writer.add(loop, 80, stop, temperature=0)
+        while not writer.texts.idle:
+            list(writer.step())
+        assert (text.read.completion["ids"], text.read.completion["finish_reason"]) == (expected[:at], "stop")
+
+
 def test_completions_come_as_they_end_or_in_order() -> None:
     model, lengths = Remembering(), [9, 1, 5]
     writer = Writer(model, Ids(), rows=3)

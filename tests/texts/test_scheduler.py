@@ -195,7 +195,10 @@ def test_a_cancelled_text_frees_its_row_at_once_and_what_it_has_cached_stays() -
         text = texts.add([1] * 40, 9)
         for _ in range(3):
             texts.step()
-        texts.cancel(text)
+        waiting = texts.add([2], 9)
+        for one in (text, waiting, waiting, text):
+            texts.cancel(one)
+        assert texts.idle
         assert sum(len(row) for cache in Memory.all for row in cache.rows) == stays
         assert reused(texts, [*[1] * 40, 5]) == (40 if stays else 0)
 
