@@ -169,9 +169,7 @@ class Width:
         known, seconds = self._tokens[at], self._measured(self._tokens[at])
         if known == tokens:
             return seconds
-        largest = (
-            at == len(self._tokens) - 1
-        )  # two that are close have a poor slope for much larger calls
+        largest = at == len(self._tokens) - 1  # two that are close have a poor slope for much larger calls
         low = 0 if at == 0 else self._tokens[0 if largest else at - 1]
         each = (seconds - self._measured(low)) / (known - low) if low else seconds / known * CHEAP
         return seconds + max(each, 0.0) * (tokens - known)

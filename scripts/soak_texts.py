@@ -65,7 +65,7 @@ def soak(model: Any, done: Soak, *, tokens: int, rows: int, seed: int, cache_byt
     """Compare texts of at least so many new tokens, and count into `done`. Raises the error of a text that fails."""
     draw, vocab, longest = random.Random(seed), model.args.vocab_size, min(400, model.args.max_seq_len // 5)
     common, stop_ids = ([draw.randrange(vocab) for _ in range(n)] for n in (longest, vocab // 200))
-    texts, alone = Texts(steady(model), rows=rows, cache_bytes=cache_bytes), steady(model)
+    texts, alone = Texts(steady(model), rows=rows, cache_bytes=cache_bytes, max_pause=0.02), steady(model)
     given: dict[Text, dict[str, Any]] = {}
     made: dict[Text, list[tuple[int, float | None]]] = {}
     predicted = 0

@@ -34,6 +34,7 @@ def main(
     grace: float = 30.0,
     time_limit: float = 600.0,
     check: float = 0.0,
+    max_pause_ms: float = 100.0,
     require_fast: bool = False,
     name: str | None = None,
     log_requests: bool = False,
@@ -60,6 +61,8 @@ def main(
         grace: Seconds that running texts have to end after SIGTERM or Ctrl-C.
         time_limit: The most seconds of a request.
         check: The share of ended texts that are generated again, alone, when nothing else is to do, and compared.
+        max_pause_ms: The milliseconds that prompts of other texts may delay a text's next token, as well as pieces of
+            64 tokens can keep that. Native code with a lossless kind of cache keeps it; else pieces have 256 tokens.
         name: The model's name in answers; by default the last part of ckpt_dir, which requests may also have.
         log_requests: Print a line for each request that has ended on standard error, without its texts.
         require_fast: End with exit code 2, and serve nothing, if native code cannot run the model on this machine.
@@ -78,6 +81,7 @@ def main(
         "cache_gb": (1 if cache_gb is None else cache_gb, 0.001, 1e6),
         "grace": (grace, 0, 1e6),
         "time_limit": (time_limit, 0.001, 1e6),
+        "max_pause_ms": (max_pause_ms, 1, 1e6),
     }
     for flag, (value, least, most) in ranges.items():
         if not least <= value <= most:
@@ -112,6 +116,7 @@ def main(
         return given if given is not None or free is None else int(SHARE * free)
 
     options: dict[str, Any] = {"rows": rows, "kv_cache": kind, "cache_bytes": cache_bytes, "speculate": speculate}
+    options["max_pause"] = max_pause_ms / 1000
     engine = Engine(loaded, check=check, **options)
     names = [name] if name is not None else []
     names.append(printable(os.path.basename(os.path.normpath(ckpt_dir)), 80))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple, Unpack
 
@@ -65,6 +66,9 @@ class Event(NamedTuple):
     error: Exception | None = None
 
 
+LEAST_PIECE = 64  # of a prompt: shorter ones read the weights more often than they compute
+
+
 class Texts:
     """Texts on one model, of which up to `rows` generate at a time. `llama.texts.many` has them as text."""
 
@@ -76,19 +80,26 @@ class Texts:
         piece: int = 256,
         kv_cache: str | None = None,
         cache_bytes: int | None = None,
+        max_pause: float | None = None,
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         """Make an empty list of texts. Raises ValueError for a kind of cache whose rows cannot join.
 
         piece: prompts are cut at multiples of so many tokens, whatever the load: for kinds of cache that round or drop
         keys the cut decides bits. cache_bytes: the most bytes of all caches; a text waits until its whole length fits.
-        None: no limit, and no text is kept after its end for others that begin alike. on_step: see `Options`.
+        None: no limit, and no text is kept after its end for others that begin alike. max_pause: the seconds that
+        prompts may take between two steps of texts that run, as well as pieces of at least LEAST_PIECE tokens can keep
+        that; it counts only where no bit depends on the cuts. None: `piece` alone. on_step: see `Options`.
         """
         if rows < 1 or piece < 1:
             raise ValueError(f"rows={rows!r} and piece={piece!r} must be whole numbers of at least 1")
+        if max_pause is not None and not max_pause > 0:
+            raise ValueError(f"max_pause={max_pause!r} must be a number of seconds above 0, or None")
         self._model, self._rows, self._piece = model, min(rows, model.args.max_batch_size or rows), piece
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
+        self._max_pause = max_pause if max_pause is not None and self._may_cut() else None
+        self._token_seconds = float("inf")  # of a prompt's token, by the last piece
         self._numbers = count()
         self._texts: dict[int, Text] = {}  # those that have not ended, by number
         self._waiting: deque[Text] = deque()
@@ -215,19 +226,33 @@ class Texts:
     def _prompts_fed(self) -> list[Event]:
         """Feed pieces of prompts, about `piece` tokens in all; the texts whose prompts end there begin to generate."""
         events: list[Event] = []
-        left = self._piece
+        left, limit = self._piece, self._max_pause if self._running is not None else None
+        if limit is not None:
+            left = min(left, max(LEAST_PIECE, int(limit / self._token_seconds)))
         while left > 0 and (self._fed is not None or self._admitted(events)):
-            left -= self._piece_fed(events)
+            began = perf_counter()
+            fed = self._piece_fed(events, None if limit is None else left)
+            if fed >= LEAST_PIECE:
+                self._token_seconds = (perf_counter() - began) / fed
+            left -= fed
             _free_frames(events)
         return events
 
-    def _piece_fed(self, events: list[Event]) -> int:
+    def _may_cut(self) -> bool:
+        """Whether the bits of no text depend on where its prompt is cut."""
+        runner, root = self._model.runner, self._caches.root
+        if not self._caches.lossless or root.whole_prompt:
+            return False
+        return bool(self._model.exact) or (runner is not None and runner.left(self._model, root) == "none")
+
+    def _piece_fed(self, events: list[Event], most: int | None) -> int:
         """Feed a piece of a prompt, and return its number of tokens. A call of its own, so that caches are freed."""
         stepper = self._fed
         assert stepper is not None
         batch = stepper.batch
         begin, end = batch.prefix_len, len(batch.rows[0].ids)
         cut = end if self._caches.root.whole_prompt else (begin // self._piece + 1) * self._piece
+        cut = cut if most is None else min(cut, begin + most)
         try:
             if cut < end:
                 stepper.feed(cut)

@@ -92,7 +92,7 @@ def main() -> None:
         return {"prompt": prompt, **how}
 
     bodies = [some_body(number) for number in range(40)]
-    flags = "--threads 1 --rows 16 --queue 16 --cache_gb 0.25 --time_limit 45 --check 0.05"
+    flags = "--threads 1 --rows 16 --queue 16 --cache_gb 0.25 --time_limit 45 --check 0.05 --max_pause_ms 20"
     with served_by_a_process(*flags.split()) as (process, served):
 
         def report() -> list[Content | None]:

@@ -111,6 +111,31 @@ def test_native_texts_have_the_bits_that_they_have_alone(kind: str, kv_cache: st
         assert soaked(model, rows=rows, cache_bytes=cache_bytes).differing == []
 
 
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("kv_cache", "native", "cuts"), [("static", True, 64), ("int8", True, 300), ("static", False, 256)]
+)
+def test_a_pause_cuts_prompts_beside_texts_that_run_and_only_where_no_bit_depends_on_the_cuts(
+    kv_cache: str, native: bool, cuts: int
+) -> None:
+    plain, fast = twins("fp32", replace(ARGS, max_seq_len=400))
+    model, ends = fast if native else plain, list[int]()
+    texts, made = Texts(model, kv_cache=kv_cache, max_pause=1e-9), dict[Text, list[int]]()
+    first, second = ([n % VOCAB for n in range(row, row + 300)] for row in (1, 2))
+    expected = [model.generate_tokens([ids], 60, kv_cache=kv_cache, temperature=0)[0][0] for ids in (first, second)]
+    for ids in (first, second):
+        made[texts.add(ids, 60, temperature=0)] = []
+        while texts.waiting or not (texts._running or texts.idle):
+            for event in texts.step():
+                made[event.text].append(event.token.id)
+            ends += [] if texts._fed is None or not texts._running else [texts._fed.batch.prefix_len]
+    while not texts.idle:
+        for event in texts.step():
+            made[event.text].append(event.token.id)
+    assert (ends or [300])[0] == cuts
+    assert list(made.values()) == expected
+
+
 @pytest.mark.slow
 @needs_a_compiler
 def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:
