@@ -8,7 +8,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import Literal, NotRequired, Protocol, TypedDict
 
-from llama.batch import Batch, Ended, Token
+from llama.batch import Batch, Ended, Row, Token
 
 
 class TextStream(Protocol):
@@ -83,12 +83,12 @@ class Stream(Iterator[tuple[int, str]]):
         prompts: Sequence[str | Sequence[int]],
         stop: str | Sequence[str],
     ) -> None:
-        self._batch, self._rows = batch, list(batch.rows)
+        self._batch = batch
         self._texts = [RowText(tokenizer, stop, logprobs=batch.request.logprobs) for _ in prompts]
         self.results = [text.completion for text in self._texts]
         echoed = prompts if batch.request.echo else ()
         echo = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed]
-        self._pieces = self._made(tokens, echo)
+        self._pieces = _pieces(tokens, list(batch.rows), self._texts, echo)
 
     @property
     def guesses(self) -> tuple[int, int]:
@@ -134,30 +134,31 @@ class Stream(Iterator[tuple[int, str]]):
     ) -> None:
         self.close()
 
-    def _made(
-        self, tokens: Generator[Token, None, None], echo: Sequence[str]
-    ) -> Generator[tuple[int, str], None, None]:
-        """Yield the pieces of all rows, and the pending text of a row that has ended without a token."""
-        for row, prompt in enumerate(echo):
-            self.results[row]["generation"] += prompt
-            yield row, prompt
-        unfinished = dict(enumerate(self._rows))
-        with closing(tokens):
-            for token in tokens:
-                yield self._taken(token.row, token)
-                for number in [number for number, row in unfinished.items() if row.ended]:
-                    del unfinished[number]
-                    yield self._taken(number)
-        for number in unfinished:
-            yield self._taken(number)
 
-    def _taken(self, number: int, token: Token | None = None) -> tuple[int, str]:
+def _pieces(  # no method: a reference cycle would delay freeing the cache of a stream that is deleted
+    tokens: Generator[Token, None, None], rows: Sequence[Row], texts: "Sequence[RowText]", echo: Sequence[str]
+) -> Generator[tuple[int, str], None, None]:
+    """Yield the pieces of all rows, and the pending text of a row that has ended without a token."""
+    for row, prompt in enumerate(echo):
+        texts[row].completion["generation"] += prompt
+        yield row, prompt
+
+    def taken(number: int, token: Token | None = None) -> tuple[int, str]:
         """Add a token to a row's text, and the end if the row has ended; return the row and its piece."""
-        text, row = self._texts[number], self._rows[number]
-        piece = text.take(token, row.ended)
-        if text.stopped:
-            row.ended = "stop"
+        piece = texts[number].take(token, rows[number].ended)
+        if texts[number].stopped:
+            rows[number].ended = "stop"
         return number, piece
+
+    unfinished = dict(enumerate(rows))
+    with closing(tokens):
+        for token in tokens:
+            yield taken(token.row, token)
+            for number in [number for number, row in unfinished.items() if row.ended]:
+                del unfinished[number]
+                yield taken(number)
+    for number in unfinished:
+        yield taken(number)
 
 
 class RowText:

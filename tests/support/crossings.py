@@ -334,6 +334,26 @@ def on_a_server(crossing: Crossing) -> Made:
         engine.end()
 
 
+class Characters(Ids):
+    """Printable ASCII and a line end."""
+
+    def encode(self, s: str, **_: Any) -> list[int]:
+        return [(ord(letter) - 32) % 96 for letter in s]
+
+    def decode_bytes(self, ids: Any, *, begins: bool = True) -> bytes:
+        return bytes(10 if id == 95 else id + 32 for id in ids if id < 96)
+
+
+@door("schema", "schema")
+def with_a_schema(crossing: Crossing) -> Made:
+    """The text with a schema beside others is that with it alone; then the one without it is returned."""
+    options: Options = {**crossing.options, "schema": {"type": "array"}}
+    one = crossing.model.generate(Characters(), [crossing.prompt], NEW, **options)[0]
+    beside = [crossing.prompt, text_of(9, seed=9), text_of(crossing.length + 3, seed=9)]
+    many = dict(crossing.model.generate_many(Characters(), beside, NEW, rows=2, **options))[0]
+    return reference(crossing) if one["ids"] == many["ids"] else Made(many["ids"])
+
+
 @door("speculate", "speculate", lossless=True)
 def with_guesses(crossing: Crossing) -> Made:
     options: Options = {**crossing.options, "speculate": "lookup"}
