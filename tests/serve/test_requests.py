@@ -228,6 +228,7 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
             (partial(serve.main, name=n), "--name .* must be 1 to 80 printable characters")
             for n in ("", "a\n", "a" * 81)
         ),
+        (lambda: serve.main(max_pause_ms=0), "--max_pause_ms 0 must be from 1"),
         (lambda: serve.main(cache_gb=0), "--cache_gb 0 must be from 0.001"),
         (lambda: serve.main(kv_cache="snapvk"), "did you mean snapkv"),
         *((partial(serve.main, key=k, port=served.port), "must be printable ASCII") for k in ("", "a ", "é", "\n")),
@@ -236,18 +237,18 @@ def test_flags_that_would_open_the_machine_or_make_no_sense_are_refused(served: 
     assert unrefused(calls) == []
 
 
-def test_a_gb_of_the_command_is_2_to_the_30_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gb_of_the_command_is_2_to_the_30_bytes_and_a_pause_is_in_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def engine(*_: Any, cache_bytes: Any, **__: Any) -> None:
-        asked.append(cache_bytes(tiny_model()))
+    def engine(*_: Any, cache_bytes: Any, max_pause: float, **__: Any) -> None:
+        asked.extend([cache_bytes(tiny_model()), max_pause])
         raise ValueError("enough")
 
     monkeypatch.setattr("llama.serve.engine.Engine", engine)
     monkeypatch.setattr("llama.serve.server.bind", lambda *_: None)
     with pytest.raises(ValueError, match="enough"):
-        serve.main(port=0, cache_gb=0.5)
-    assert asked == [2**29]
+        serve.main(port=0, cache_gb=0.5, max_pause_ms=50)
+    assert asked == [2**29, 0.05]
 
 
 def test_with_require_fast_nothing_is_served_by_the_plain_path(monkeypatch: pytest.MonkeyPatch) -> None:
