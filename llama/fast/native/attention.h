@@ -267,7 +267,7 @@ struct Attention : Call {
             if (sinks_here)
                 all_dots(scratch.queries + i * d, d, group, stored.own_keys + stored.sink_index(row[t], 0) + at, kv,
                          sinks_here, d, scores, KEYS);
-            if (group >= SCORED_IN_LANES)
+            if (count > 1 && group >= SCORED_IN_LANES)
                 score_in_lanes(scratch, chunk, seen - quantized, i, group, scores + quantized);
             else for (Int key = quantized; key < seen && !at_once; key += chunk.run)
                 all_dots(scratch.queries + i * d, d, group, chunk.keys[(key - quantized) / chunk.run], chunk.stride,
