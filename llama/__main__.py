@@ -75,7 +75,8 @@ def start(name: str, words: list[str] | None = None, shown_as: str | None = None
     console.quiet_imports()
     check_packages()
     module, function = COMMANDS[name]
-    cli.main(getattr(import_module(f"llama.cli.{module}"), function), words, name=shown_as)
+    variables = "LLAMA_KV_" if name == "serve" else None  # a container is configured by its environment
+    cli.main(getattr(import_module(f"llama.cli.{module}"), function), words, name=shown_as, variables=variables)
 
 
 def overview(name: str) -> int:

@@ -38,9 +38,15 @@ _THREADS_HELP = """
         occupies cores."""
 
 
-def main(command: Callable[..., int], words: list[str] | None = None, *, name: str | None = None) -> NoReturn:
+def main(
+    command: Callable[..., int],
+    words: list[str] | None = None,
+    *,
+    name: str | None = None,
+    variables: str | None = None,
+) -> NoReturn:
     """Run `command` on words, by default the arguments of this process, and exit with its code; see `run`."""
-    end_with(lambda: run(command, sys.argv[1:] if words is None else words, name=name))
+    end_with(lambda: run(command, sys.argv[1:] if words is None else words, name=name, variables=variables))
 
 
 def end_with(work: Callable[[], int]) -> NoReturn:
@@ -61,7 +67,7 @@ def end_with(work: Callable[[], int]) -> NoReturn:
     sys.exit(console.unwritten() or code)
 
 
-def run(command: Callable[..., int], words: list[str], *, name: str | None = None) -> int:
+def run(command: Callable[..., int], words: list[str], *, name: str | None = None, variables: str | None = None) -> int:
     """Call `command(*prompts, **flags)` and return its exit code.
 
     Plain words are the prompts. The command's keyword parameters are the flags; their annotations (str, int, float,
@@ -69,6 +75,7 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
     on stderr and exit code 2, and so are ValueError, OSError, RuntimeError, OverflowError and MemoryError of the
     command, and SystemExit of a user's code; --debug shows the traceback. Every command has --threads, see
     `llama.host.cores`, and --quiet. `name` is the command's name in the help, by default the file that was started.
+    variables: what the names of environment variables begin with that set flags; a flag among the words counts more.
     """
     own = flag_types(command)
     types = {**own, "threads": int | None, "quiet": bool, "debug": bool, "help": bool}
@@ -80,6 +87,8 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         if "help" in switched_on:
             console.put(help_text(command, name or Path(sys.argv[0]).name))
             return 0
+        if variables is not None:
+            given += from_environment(variables, types, {name for name, _ in given})
         values = read_values(given, types)
         use_threads(values.get("threads"))
         prompts = values.pop("prompts", [])
@@ -95,6 +104,20 @@ def run(command: Callable[..., int], words: list[str], *, name: str | None = Non
         if not (code := console.unwritten()):
             console.say(f"error: {_rank()}{in_one_line(error)}")
         return code or 2
+
+
+def from_environment(prefix: str, types: dict[str, Any], given: set[str]) -> list[tuple[str, str | None]]:
+    """Return (name, text) of the flags that variables such as PREFIX + "ROWS" set and that are not given.
+
+    An empty variable sets nothing. Raises ValueError for one that names no flag.
+    """
+    found = {name: text for name, text in os.environ.items() if name.startswith(prefix) and text}
+    flags = {prefix + name.upper(): name for name in types if name != "prompts"}
+    for name in found.keys() - flags.keys():
+        close = difflib.get_close_matches(name, flags, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists the flags"
+        raise ValueError(f"the environment variable {name} sets no flag; {hint}")
+    return [(flags[name], text) for name, text in sorted(found.items()) if flags[name] not in given]
 
 
 def _log_to_stderr() -> None:

@@ -41,12 +41,14 @@ def main(
 ) -> int:
     """Serve a model with OpenAI's HTTP interface, and a page at / that shows what the cache does.
 
+    Every flag can be set by an environment variable, such as LLAMA_KV_ROWS for --rows; the command line counts more.
+
     Args:
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         host: The address to listen on. Any other than this machine's own, 127.0.0.1, needs a key.
         port: The port to listen on; 0 takes a free one.
-        key: What clients must send as Authorization: Bearer KEY; by default that of the variable LLAMA_KV_KEY, else
-            none is needed.
+        key: What clients must send as Authorization: Bearer KEY; by default none is needed. Better set by the variable
+            LLAMA_KV_KEY: the list of processes shows flags.
         rows: The most texts that generate at a time.
         kv_cache: The kind of cache, NAME or NAME:PARAMS, which llama-kv kinds describes.
         cache_gb: The most memory of all caches, in units of 2^30 bytes; by default a quarter of the free memory. A text
@@ -68,7 +70,6 @@ def main(
         require_fast: End with exit code 2, and serve nothing, if native code cannot run the model on this machine.
     """
     check_speculate(speculate)
-    key = os.environ.get("LLAMA_KV_KEY") or None if key is None else key
     if key is not None and not (key and key.isascii() and key.isprintable() and key == key.strip()):
         raise ValueError("the key must be printable ASCII without spaces around it: clients send it in a header")
     try:

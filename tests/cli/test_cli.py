@@ -143,6 +143,17 @@ def test_flags_are_read_by_their_types(words: list[str], expected: dict[str, Any
     assert asked("x", *words, "--", "y") == (("x", "y"), expected)
 
 
+def test_variables_set_flags_that_no_word_sets_and_must_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = {"rows": int, "kv_cache": str, "check": float, "prompts": list[str]}
+    for name, text in {"ROWS": "8", "KV_CACHE": "paged", "CHECK": ""}.items():
+        monkeypatch.setenv(f"LLAMA_KV_{name}", text)
+    assert cli.from_environment("LLAMA_KV_", types, set()) == [("kv_cache", "paged"), ("rows", "8")]
+    assert cli.from_environment("LLAMA_KV_", types, {"rows"}) == [("kv_cache", "paged")]
+    monkeypatch.setenv("LLAMA_KV_ROW", "8")
+    with pytest.raises(ValueError, match=r"variable LLAMA_KV_ROW sets no flag; did you mean LLAMA_KV_ROWS\?"):
+        cli.from_environment("LLAMA_KV_", types, set())
+
+
 def test_a_bare_switch_leaves_the_next_prompt() -> None:
     assert asked("--stream", "x") == (("x",), {"stream": True})
     assert asked("0", "--kv_caching") == (("0",), {})

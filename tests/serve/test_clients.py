@@ -1,7 +1,10 @@
 """Public clients, signals to a process, a browser, and many clients that come, go, stall and send garbage."""
 
 import random
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from serving import Endless, Slow, served_by_a_process, serving
 from test_texts_served import read_all, wait_for
 
 pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def alone(body: dict[str, Any]) -> Content:
@@ -90,6 +94,27 @@ def test_sigterm_ends_a_process_after_its_texts_and_each_request_has_a_line_of_t
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, "Traceback" in errors) == (0, False), errors
         assert errors.count("/v1/completions 200") == 2, errors
+
+
+def test_the_example_of_a_unit_of_systemd_is_a_valid_unit(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    unit = tmp_path / "llama-kv.service"
+    command = Path(sys.executable).with_name("llama-kv")
+    text = (EXAMPLES / "llama-kv.service").read_text().replace("/opt/llama-kv/bin/llama-kv", str(command))
+    unit.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_example_of_an_image_is_built_and_its_command_has_help() -> None:
+    def docker(*words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["docker", *words], capture_output=True, text=True, check=check)
+
+    if shutil.which("docker") is None or docker("info", check=False).returncode:
+        pytest.skip("there is no daemon of Docker")
+    image = docker("build", "--quiet", "-f", EXAMPLES / "Dockerfile", EXAMPLES.parents[1]).stdout.strip()
+    assert "--require_fast" in docker("run", "--rm", image, "llama-kv", "serve", "--help").stdout
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
