@@ -66,7 +66,8 @@ class Event(NamedTuple):
     error: Exception | None = None
 
 
-LEAST_PIECE = 64  # of a prompt: shorter ones read the weights more often than they compute
+LEAST_PIECE = 64  # tokens of a prompt: shorter pieces read the weights more often than they compute
+MOST_PAUSE = 1_000_000  # seconds
 
 
 class Texts:
@@ -93,12 +94,15 @@ class Texts:
         """
         if rows < 1 or piece < 1:
             raise ValueError(f"rows={rows!r} and piece={piece!r} must be whole numbers of at least 1")
-        if max_pause is not None and not max_pause > 0:
-            raise ValueError(f"max_pause={max_pause!r} must be a number of seconds above 0, or None")
+        if max_pause is not None and (isinstance(max_pause, bool) or not 0 < max_pause <= MOST_PAUSE):
+            raise ValueError(f"max_pause={max_pause!r:.60} must be seconds above 0, at most {MOST_PAUSE:,}, or None")
         self._model, self._rows, self._piece = model, min(rows, model.args.max_batch_size or rows), piece
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
-        self._max_pause = max_pause if max_pause is not None and self._may_cut() else None
+        self._max_pause = max_pause
+        self._may_cut: bool | None = (
+            None  # whether no bit depends on the cuts of prompts; None: the model may have changed
+        )
         self._token_seconds = float("inf")  # of a prompt's token, by the last piece
         self._numbers = count()
         self._texts: dict[int, Text] = {}  # those that have not ended, by number
@@ -191,7 +195,7 @@ class Texts:
         maybe_changed: False if the model is certainly the one of the last step: comparing it takes some milliseconds.
         """
         if maybe_changed or self._on_step is not None:
-            self._caches.maybe_changed = True
+            self._caches.maybe_changed, self._may_cut = True, None
             if self._running is not None:
                 self._running.batch.maybe_changed = True
         with torch.inference_mode():
@@ -226,36 +230,40 @@ class Texts:
     def _prompts_fed(self) -> list[Event]:
         """Feed pieces of prompts, about `piece` tokens in all; the texts whose prompts end there begin to generate."""
         events: list[Event] = []
-        left, limit = self._piece, self._max_pause if self._running is not None else None
-        if limit is not None:
-            left = min(left, max(LEAST_PIECE, int(limit / self._token_seconds)))
-        while left > 0 and (self._fed is not None or self._admitted(events)):
-            began = perf_counter()
-            fed = self._piece_fed(events, None if limit is None else left)
-            if fed >= LEAST_PIECE:
-                self._token_seconds = (perf_counter() - began) / fed
-            left -= fed
+        left = self._piece
+        if cuts := self._cuts():
+            left = int(min(left, max(LEAST_PIECE, (self._max_pause or 0.0) / self._token_seconds)))
+        least = min(LEAST_PIECE, self._piece) if cuts else 1
+        while left >= least and (self._fed is not None or self._admitted(events)):
+            left -= self._piece_fed(events, left if cuts else None)
             _free_frames(events)
         return events
 
-    def _may_cut(self) -> bool:
-        """Whether the bits of no text depend on where its prompt is cut."""
-        runner, root = self._model.runner, self._caches.root
-        if not self._caches.lossless or root.whole_prompt:
+    def _cuts(self) -> bool:
+        """Whether prompts are cut so that the texts that run wait at most `max_pause`."""
+        if self._max_pause is None or self._running is None:
             return False
-        return bool(self._model.exact) or (runner is not None and runner.left(self._model, root) == "none")
+        if self._may_cut is None:
+            runner, root = self._model.runner, self._caches.root
+            native = self._model.exact or (runner is not None and runner.left(self._model, root) == "none")
+            self._may_cut = native and self._caches.lossless and not root.whole_prompt
+        return self._may_cut
 
     def _piece_fed(self, events: list[Event], most: int | None) -> int:
-        """Feed a piece of a prompt, and return its number of tokens. A call of its own, so that caches are freed."""
+        """Feed a piece of a prompt, and return its number of tokens. A call of its own, so that caches are freed.
+
+        most: the most tokens of the piece; None: up to the next multiple of `piece`.
+        """
         stepper = self._fed
         assert stepper is not None
-        batch = stepper.batch
+        batch, began = stepper.batch, perf_counter()
         begin, end = batch.prefix_len, len(batch.rows[0].ids)
         cut = end if self._caches.root.whole_prompt else (begin // self._piece + 1) * self._piece
-        cut = cut if most is None else min(cut, begin + most)
+        cut = cut if most is None else begin + most
         try:
             if cut < end:
                 stepper.feed(cut)
+                self._token_seconds = (perf_counter() - began) / (cut - begin)
                 return cut - begin
             self._fed = None
             for _ in stepper.prefill():

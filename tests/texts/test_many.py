@@ -136,6 +136,29 @@ def test_a_pause_cuts_prompts_beside_texts_that_run_and_only_where_no_bit_depend
     assert list(made.values()) == expected
 
 
+def test_a_pause_must_be_some_seconds() -> None:
+    model = tiny_model()
+    calls = [
+        (partial(Texts, model, max_pause=pause), "max_pause") for pause in (0, -1.0, float("nan"), float("inf"), True)
+    ]
+    assert unrefused(calls) == []
+
+
+@needs_a_compiler
+def test_after_a_change_that_native_code_declines_prompts_are_cut_as_without_a_pause() -> None:
+    _, model = twins("fp32", replace(ARGS, max_seq_len=400))
+    texts, ends = Texts(steady(model), max_pause=1e-9), list[int]()
+    texts.add([5] * 9, 300, temperature=0)
+    texts.step()
+    hook = model.layers[0].register_forward_hook(lambda *_: None)
+    texts.add([n % VOCAB for n in range(300)], 3, temperature=0)
+    while texts.waiting or texts._fed:
+        texts.step()
+        ends += [] if texts._fed is None else [texts._fed.batch.prefix_len]
+    hook.remove()
+    assert ends == [256]
+
+
 @pytest.mark.slow
 @needs_a_compiler
 def test_the_soak_compares_every_text_and_finds_a_planted_fault(monkeypatch: pytest.MonkeyPatch) -> None:

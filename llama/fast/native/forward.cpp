@@ -117,12 +117,17 @@ struct Forward : Call {
         return batch.all || l + 1 < model.layer_count || t + 1 == begin[row[t]] + batch.lengths[row[t]];
     }
 
-    // Call act(first, count) for the runs of such tokens.
+    // Call act(first, count) for the runs of such tokens, and the tokens of short gaps between them: computing these takes
+    // less time than reading the layer's weights once more.
     template <class Act>
     void each_read(Int l, Int first, Int count, Act act) const {
-        for (Int t = first, end; t < first + count; t = end + 1) {
-            for (end = t; end < first + count && is_read(l, end);) end++;
-            if (t < end) act(t, end - t);
+        constexpr Int GAP = 8;
+        for (Int t = first, end; t < first + count; t = end) {
+            end = t + 1;
+            if (!is_read(l, t)) continue;
+            for (Int i = end; i < first + count && i - end < GAP; i++)
+                if (is_read(l, i)) end = i + 1;
+            act(t, end - t);
         }
     }
 
