@@ -28,6 +28,10 @@ class NonFiniteLogits(ValueError):
         self.step, self.row = step, row
 
 
+class SchemaFailed(ValueError):
+    """llguidance cannot go on with a text, because its schema has become too complex."""
+
+
 class Chosen(NamedTuple):
     """The choice of one step, on the host.
 
@@ -80,7 +84,8 @@ class Row:
         """Why no token could be chosen, if none could."""
         matcher = self.sampler.matcher
         if matcher is not None and matcher.error:
-            return ValueError(f"schema: llguidance cannot go on at token {self.made} of the text: {matcher.error}")
+            why = matcher.error.splitlines()[0]  # the next lines are llguidance's state
+            return SchemaFailed(f"schema: llguidance cannot go on at token {self.made} of the text: {why}")
         return NonFiniteLogits(self.made, self.number)
 
     @property

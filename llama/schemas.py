@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+LONGEST = 1 << 16  # characters of a schema
 ANY_OBJECT = {"type": "object"}  # OpenAI's json_object
 # What a schema cannot change by its own `x-guidance`: texts are JSON, keywords are never ignored, and a text cannot
 # consist of spaces without end.
@@ -77,18 +78,20 @@ class Schema:
 
 
 def schema_of(given: Any, tokenizer: Any, vocab_size: int) -> Schema | None:
-    """Return a JSON Schema, given as a mapping, a bool or the text of one, for a tokenizer and the ids of a model.
+    """Return a JSON Schema, given as a mapping or the text of one, for a tokenizer and the ids of a model.
 
     Raises ValueError without llguidance, for a schema that it refuses, and for a tokenizer without bytes of tokens.
     """
     if given is None or isinstance(given, Schema):
         return given
     try:
-        text = given if isinstance(given, str) else json.dumps(given)
+        text = given if isinstance(given, str) else json.dumps(dict(given) if isinstance(given, Mapping) else given)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"schema={given!r:.60} must be a JSON Schema: {error}") from None
     if not text.lstrip().startswith("{"):
         raise ValueError(f"schema={text:.60} must be a JSON Schema: an object in braces")
+    if len(text) > LONGEST:
+        raise ValueError(f"a schema of {len(text):,} characters is too long: at most {LONGEST:,} compile in a second")
     known = _VOCABULARIES.get(tokenizer)
     if known is None or known.size != vocab_size:
         known = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer, vocab_size)
@@ -109,14 +112,16 @@ class _Vocabulary:
         wrapped: Any = _Tokens(tokenizer, size, ends)
         self.size = size
         self._tokens: LLTokenizer = LLTokenizer(wrapped, n_vocab=max(size, *ends) + 1, eos_token=ends)
-        self.schema = lru_cache(maxsize=64)(self._compiled)
+        self.schema = lru_cache(maxsize=16)(self._compiled)
 
     def _compiled(self, text: str) -> Schema:
         from llguidance import LLMatcher
 
         try:
             matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text, overrides=_FIXED), log_level=0)
-            why = matcher.get_error()
+            if not (why := matcher.get_error()):
+                (first := Matcher(matcher, self.size).copy()).mask()
+                why = first.error  # no text satisfies the schema
         except ValueError as error:
             why = str(error)
         if why:
@@ -131,14 +136,15 @@ class _Tokens:
 
     def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
         special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {})
-        self._tokenizer = tokenizer
+        self._tokenizer = ref(tokenizer)  # the table of vocabularies keeps no tokenizer alive
         self.special_token_ids, self.eos_token_id = sorted({*special.values(), *ends}), ends[0]
         self.tokens = [_bytes_of(tokenizer, id) for id in range(size)] + [b""] * (max(ends) + 1 - size)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return the ids of a part of a text that a schema leaves no choice of."""
         text = text if isinstance(text, str) else text.decode(errors="replace")
-        return list(self._tokenizer.encode(text, bos=False, eos=False, begins=False))
+        tokenizer = self._tokenizer()
+        return [] if tokenizer is None else list(tokenizer.encode(text, bos=False, eos=False, begins=False))
 
 
 def _bytes_of(tokenizer: Any, id: int) -> bytes:

@@ -3,9 +3,11 @@
 The models are random and sampled at a high temperature: without a mask no text would be JSON.
 """
 
+import gc
 import json
 import random
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -19,6 +21,7 @@ from native import ARGS, FOLDER, needs_a_compiler
 from refusals import unrefused
 from tiny import tiny_model
 
+from llama.batch import SchemaFailed
 from llama.fast.choose import make_fast
 from llama.model import Transformer
 from llama.sampling import Sampler, Sampling
@@ -271,6 +274,8 @@ def test_what_is_no_schema_is_refused_with_llguidance_s_words() -> None:
                     "Unimplem",
                 ),
                 (lambda: of("{"), "refused by llguidance: EOF"),
+                (lambda: of({"$ref": "#"}), "refused by llguidance: .*"),
+                (lambda: of({"const": "a" * 70_000}), "a schema of 70,0.. characters is too long"),
                 (lambda: of("true"), "an object in braces"),
                 (lambda: of({"a": object()}), "must be a JSON Schema: Object of"),
                 (lambda: model.generate(Ids(), "1", schema=PERSON), "a tokenizer with decode_bytes"),
@@ -279,6 +284,15 @@ def test_what_is_no_schema_is_refused_with_llguidance_s_words() -> None:
         )
         == []
     )
+
+
+def test_a_schema_keeps_no_tokenizer_alive() -> None:
+    tokenizer = Pieces()
+    schema_of(PERSON, tokenizer, 265)
+    alive = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert alive() is None
 
 
 def test_without_llguidance_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,5 +313,6 @@ def test_a_schema_that_becomes_too_complex_fails_its_own_text_alone(monkeypatch:
     matcher.accept(256)  # what no schema allows: llguidance goes no further
     while not writer.texts.idle:
         list(writer.step())
-    assert "llguidance cannot go on" in str(bad.error)
+    assert isinstance(bad.error, SchemaFailed)
+    assert "\n" not in str(bad.error)
     assert good.read.completion == expected

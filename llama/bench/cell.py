@@ -102,7 +102,7 @@ class Cell:
         for what, asked in own.items():
             if asked and self.engine != "llama":
                 raise ValueError(f"{what} is ours alone; leave it out for {self.engine}")
-        if self.kv_cache != FULL and self.engine == "llama.cpp":
+        if self.kv_cache != FULL and self.engine not in ("llama", "transformers"):
             raise ValueError(f"kv_cache={self.kv_cache!r}: {self.engine} has a cache of its own; leave it out")
         if self.engine != "llama" and self.ranks > 1:
             raise ValueError(f"{self.engine} is measured in one process; start it without torchrun")

@@ -142,6 +142,7 @@ def with_ratios(report: Report) -> list[str]:
         for name, timed in (("time_of_full", True), ("of_full", False)):
             if (value := _value(row, timed=timed)) is None or not others:
                 continue
+            others = sorted(others, key=lambda other: other.get("tokens") != row.get("tokens"))
             reasons = [unlike(report, row, other, timed=timed) for other in others]
             if least := min(reasons, key=len):
                 what = "time" if timed else "bytes"
@@ -152,9 +153,10 @@ def with_ratios(report: Report) -> list[str]:
                 row[name] = value / base
             if row["figures"] == "task":
                 row |= minus_full(row, base_row)
-            pairs = zip(row.get("nlls", ()), base_row.get("nlls", ()), strict=False)
-            if not timed and row is not base_row and (more := [one - other for one, other in pairs]):
-                row["nlls_minus_full"] = more
+            own, base_own = row.get("nlls", ()), base_row.get("nlls", ())
+            alike = row.get("tokens") == base_row.get("tokens") and len(own) == len(base_own) > 0
+            if not timed and row is not base_row and alike:  # losses of the same tokens
+                row["nlls_minus_full"] = [one - other for one, other in zip(own, base_own, strict=True)]
     return why
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama.batch import NonFiniteLogits
+from llama.batch import NonFiniteLogits, SchemaFailed
 from llama.serve.requests import (
     ANY,
     COUNT,
@@ -79,8 +79,10 @@ class Question:
         if given.keys() & set(PROMPTS.values()):
             raise ValueError(f"it has prompt and messages; leave out all but {name}")
         own = {SETTINGS[name]: value for name, value in given.items() if name in SETTINGS}
-        if (asked := schema_in(given.get("response_format", {"type": "text"}))) is not None:
-            own["schema"] = asked
+        if "response_format" in given:
+            if "schema" in own:
+                raise ValueError("it has schema and response_format; leave out one of them")
+            own["schema"] = schema_in(given["response_format"])
         if self.url and own.pop("logprobs", False) is not False:
             raise ValueError('logprobs are not supported in batch lines; {"prompt": ..., "logprobs": true} has them')
         own |= {"prompt": encode_dialog(plain_dialog(prompt)) if name == "messages" else prompt}
@@ -91,6 +93,8 @@ class Question:
         if isinstance(text.error, NonFiniteLogits):
             why = NonFiniteLogits(text.error.step, self.number)  # not the number of the text, which may be any
             return {"times": None, "answer": self.refusal(why)}
+        if isinstance(text.error, SchemaFailed):
+            return {"times": None, "answer": self.refusal(text.error)}
         if text.error is not None:
             raise text.error
         times = {"first_token_seconds": text.began, "seconds": text.ended}  # no token: it ended at once

@@ -53,7 +53,7 @@ class Score:
 
 
 def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 709 else math.inf
+    return math.inf if nats >= 709 else math.exp(nats)
 
 
 @dataclass(frozen=True)

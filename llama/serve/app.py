@@ -181,6 +181,8 @@ class App:
     async def _complete(self, request: Request) -> Response:
         chat, engine = request.url.path.endswith("/chat/completions"), self.engine
         asked = read(await _body(request), chat=chat, names=self.names)
+        if sum(len(reply.jobs) for reply in self.replies) >= self.places:  # before work that takes long
+            raise self._busy()
         prompts = await run_in_threadpool(self._encoded, asked)
         choices = (prompt for prompt in prompts for _ in range(asked.n))
         jobs = [self._job(asked, prompt, index) for index, prompt in enumerate(choices)]

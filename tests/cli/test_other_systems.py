@@ -18,7 +18,7 @@ for name in ("SIGKILL", "SIGALRM", "SIGPIPE", "SIGHUP", "setitimer"):
 
 import importlib
 import llama
-OPTIONAL = ("triton_kernels", "lm_eval", "template_child")  # two need packages of their own, the last is a process
+OPTIONAL = ("triton_kernels", "lm_eval", "kv_cache.transformers", "template_child")  # own packages; a process
 for module in pkgutil.walk_packages(llama.__path__, "llama."):
     if not module.name.endswith(OPTIONAL):
         importlib.import_module(module.name)

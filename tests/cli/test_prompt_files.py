@@ -128,6 +128,8 @@ def test_a_line_or_the_command_has_a_schema_and_a_line_s_own_counts(tmp_path: Pa
         {**BATCH, "body": {"prompt": "a", "response_format": {"type": "json_object"}, "max_tokens": 1}},
         {"prompt": "a", "schema": {"type": "foo"}},
         {"prompt": "a", "schema": 3},
+        {"prompt": "a", "schema": {"const": 1}, "response_format": form},
+        {"prompt": "a", "response_format": {"type": "text"}},
     ]
     job = a_job(tmp_path, lines)
     settings = {**SETTINGS, "max_gen_len": 30, "schema": {"const": "of the command"}}
@@ -137,9 +139,11 @@ def test_a_line_or_the_command_has_a_schema_and_a_line_s_own_counts(tmp_path: Pa
     assert [json.loads(one["text"]) for one in made[:2]] == ["of the command", {"b": 1}]
     choices = [one["response"]["body"]["choices"][0] for one in made[2:4]]
     assert [(one["text"], one["finish_reason"]) for one in choices] == [("2", "stop"), ("{", "length")]
+    assert not made.pop()["text"].startswith('"'), "a line's own response_format counts, also if it is text"
     assert [one["error"].partition(" ")[2] for one in made[4:]] == [
         '5: schema={"type": "foo"} is refused by llguidance: Invalid type: foo',
         "6: schema=3 must be a JSON Schema, an object in braces",
+        "7: it has schema and response_format; leave out one of them",
     ]
 
 

@@ -157,9 +157,9 @@ def by_bytes(report: Report) -> list[list[Row]]:
     for row in [*rows_of(report, "quality"), *whole, *tasks]:
         if row.get("of_full") and row["judged"] and row.keys() & {"kls", "scores"}:
             cell = cell_of(report, row).but(kv_cache=FULL, code=None)
-            found.setdefault((cell, *(row.get(name) for name in ("figures", "context", "task", "digest"))), []).append(
-                row
-            )
+            found.setdefault(
+                (cell, *(row.get(name) for name in ("figures", "context", "task", "digest", "tokens"))), []
+            ).append(row)
     pairs = [([row for row in rows if cell_of(report, row).kv_cache == FULL], rows) for rows in found.values()]
     groups = [[*full[:1], *(row for row in rows if row not in full)] for full, rows in pairs if full]
     return [rows for rows in groups if len(rows) > 1]

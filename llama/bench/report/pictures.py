@@ -253,7 +253,7 @@ def draw_quality(report: Report, rows: Sequence[Row]) -> Figure:
     """Draw quality against bytes and time: kinds over their ratios as lines, and `rows[0]`, the full cache, as one."""
     full, lines = rows[0], dict[str, list[Row]]()
     for row in sorted(rows[1:], key=lambda row: row["of_full"]):
-        name = re.sub(r":(?=\d)[\d.]+", "", kind_names(report)[row["cell"]])
+        name = re.sub(r"^([^@;]+):(0?\.\d+|1)$", r"\1", kind_names(report)[row["cell"]])  # a ratio
         lines.setdefault(name, []).append(row)
     panels = [panel for panel in PANELS[full["figures"]] if any(row.get(panel[0]) for row in rows[1:])]
     _, _, last, of, _ = panels[1]
