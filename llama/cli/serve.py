@@ -47,8 +47,8 @@ def main(
         ckpt_dir: Meta's or Hugging Face's checkpoint directory, a .gguf file, or "demo".
         host: The address to listen on. Any other than this machine's own, 127.0.0.1, needs a key.
         port: The port to listen on; 0 takes a free one.
-        key: What clients must send as Authorization: Bearer KEY; by default none is needed. Better set by the variable
-            LLAMA_KV_KEY: the list of processes shows flags.
+        key: What clients must send as Authorization: Bearer KEY; by default none is needed. Better set it by
+            LLAMA_KV_KEY, because the list of processes shows flags.
         rows: The most texts that generate at a time.
         kv_cache: The kind of cache, NAME or NAME:PARAMS, which llama-kv kinds describes.
         cache_gb: The most memory of all caches, in units of 2^30 bytes; by default a quarter of the free memory. A text

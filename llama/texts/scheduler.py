@@ -100,9 +100,7 @@ class Texts:
         self._on_step = on_step
         self._caches = TextCaches(model, kv_cache or model.kv_cache, cache_bytes)
         self._max_pause = max_pause
-        self._may_cut: bool | None = (
-            None  # whether no bit depends on the cuts of prompts; None: the model may have changed
-        )
+        self._may_cut: bool | None = None  # see `_cuts`; None: the model may have changed
         self._token_seconds = float("inf")  # of a prompt's token, by the last piece
         self._numbers = count()
         self._texts: dict[int, Text] = {}  # those that have not ended, by number
