@@ -113,7 +113,7 @@ def conversation(model: Transformer, how: Options) -> Iterator[object]:
     ("name", "way"),
     cases(
         [(name, way) for name in PATHS for way in ("greedy", "sampled in every way")],
-        *((name, "greedy") for name in DEFAULT),
+        *((name, "greedy") for name in DEFAULT if name not in ("exact", "graphs")),
         *((name, "sampled in every way") for name in ("native rotated:k4v3+1", "guessed int8, paged", "graphs")),
     ),
 )

@@ -754,7 +754,7 @@ def test_an_edited_file_stays_and_the_new_one_has_a_number(tmp_path: Path, caplo
 def test_files_that_an_interruption_left_are_not_taken_for_edited_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report, real = caches_report(["static", "int8", "int4"]), files.replace_file
+    report, real = caches_report(["static", "int8"]), files.replace_file
     write_report(report, tmp_path)
 
     def until(name: str, path: Path, content: bytes) -> Path:
@@ -762,7 +762,7 @@ def test_files_that_an_interruption_left_are_not_taken_for_edited_ones(
             raise OSError(28, "No space left on device")
         return real(path, content)
 
-    for name in ("report.md", "table.csv", "report.html", "quality-1.png", ""):
+    for name in ("report.md", "report.html", "quality-1.png", ""):
         report["command"] += " --resume"
         monkeypatch.setattr(files, "replace_file", partial(until, name))
         with suppress(OSError):
