@@ -1,6 +1,6 @@
 """One contract for all steppers: the tokens, the log-probabilities, the sessions and the errors of the plain steps.
 
-`support/paths.py` has the paths. What one path alone has, its own tests have.
+The paths are in `support/paths.py`. What only one path does is tested in that path's own files.
 """
 
 from collections.abc import Iterator

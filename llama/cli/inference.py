@@ -105,7 +105,7 @@ def main(
         repetition_penalty: Values above 1 make tokens of the text less likely.
         seed: Prompt i, from 0, draws from the random stream seed + i.
         stop: End a text before this string; may be given several times. The shell passes a line end as $'\\n'.
-        schema: A file with a JSON Schema, which every new text satisfies unless max_gen_len ends it.
+        schema: A file with a JSON Schema, which every new text satisfies unless max_gen_len or stop ends it.
         kv_caching: Cache keys and values; --kv_caching=False computes those of all past tokens at every step.
         kv_cache: A kind of cache, NAME, NAME:PARAMS or FILE.py:NAME, or by layer static@:2;int4. NAME is one of adakv,
             chunkkv, compactor, concat, criticalkv, cur, duo-attention, expected-attention, finch, fp8, h2o, int4, int8,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from time import perf_counter
 from traceback import clear_frames
 from typing import Any, NamedTuple, Unpack
 
@@ -254,14 +253,14 @@ class Texts:
         """
         stepper = self._fed
         assert stepper is not None
-        batch, began = stepper.batch, perf_counter()
+        batch, began = stepper.batch, time.perf_counter()
         begin, end = batch.prefix_len, len(batch.rows[0].ids)
         cut = end if self._caches.root.whole_prompt else (begin // self._piece + 1) * self._piece
         cut = cut if most is None else begin + most
         try:
             if cut < end:
                 stepper.feed(cut)
-                self._token_seconds = (perf_counter() - began) / (cut - begin)
+                self._token_seconds = (time.perf_counter() - began) / (cut - begin)
                 return cut - begin
             self._fed = None
             for _ in stepper.prefill():

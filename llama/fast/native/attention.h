@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr Int KEYS = 64;     // keys in a chunk
+constexpr Int KEYS = 64;            // keys in a chunk
 constexpr Int QUERIES = 48;         // queries of one kv head, but at least those of one token
 constexpr Int SCORED_IN_LANES = 8;  // so many have time to transpose a chunk of keys
 
