@@ -100,6 +100,19 @@ def test_a_step_behind_a_long_text_has_the_bits_of_the_text_read_at_once(kind: s
             torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("kind", cases(["fp32", "bf16", "int8", "int4", "int8 in bf16"], "bf16", "int8", "int4"))
+def test_the_last_logits_of_prompts_of_any_lengths_have_the_bits_of_one_long_text(kind: str) -> None:
+    """Many rows share strips of packed columns and chunks of keys, and the last layer completes only what is read."""
+    _, fast = twins(kind, replace(ARGS, max_seq_len=140))
+    tokens = some_tokens(9, 140, vocab_size=VOCAB)
+    whole = fast(tokens)
+    ragged = [2, 1, 31, 32, 33, 2, 71, 131, 3]
+    for lengths in (ragged, [2] * 9, [1, 9] * 4 + [1], *([n] for n in (1, 2, 31, 32, 35, 36, 64, 128, 131))):
+        places = [n - 1 for n in lengths]
+        last = fast(tokens[: len(lengths), : max(lengths)], logits="last", lengths=lengths)
+        assert torch.equal(bits(last[:, 0]), bits(whole[range(len(lengths)), places])), lengths
+
+
 PACKED = {kind.name: kind.format for kind in KINDS_OF_FILES.values() if kind.format is not None}
 MIXTURES: dict[str, tuple[set[Format | None], torch.dtype]] = {
     **{name: ({packed}, torch.float32) for name, packed in PACKED.items()},
