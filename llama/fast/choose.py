@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from llama.fast.graph_ops import GraphOps, compiled, plain_ops
+from llama.fast.graph_ops import GraphOps, plain_ops
 from llama.fast.graph_runner import GraphRunner, current
 from llama.fast.graph_trial import Seconds, fastest, try_steps, with_prompts
 from llama.fast.native_build import NoNativeCode
@@ -22,7 +22,8 @@ from llama.quant.packed import Format
 
 logger = logging.getLogger(__name__)
 
-COMPILER = "inductor"
+MEASURED = (9, 0)  # the compute capability of the GPUs that Triton's kernels were run and measured on
+LEAST = (8, 0)  # has bfloat16
 
 
 def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: set[str] | None = None) -> None:
@@ -62,7 +63,7 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
 
 def _use_graphs(model: Transformer) -> None:
     """Try the kernels for this device, and set a runner with the fastest of those that are right."""
-    logger.info("fast: compiling and trying steps; the first time takes some tens of seconds")
+    logger.info("fast: trying steps; the first time takes some seconds")
 
     def trial(ops: GraphOps) -> Seconds:
         return try_steps(model, GraphRunner(ops))
@@ -81,12 +82,22 @@ def candidates(model: Transformer) -> Iterator[list[GraphOps]]:
 
     Raises Unsupported.
     """
+    own, (first, *others) = _own(model), plain_ops(model.device, model.dtype, model.args.head_dim)
+    if own and torch.cuda.get_device_capability(model.device) == MEASURED:
+        yield own
+        own = []
+    yield [*own, first]
+    for ops in others:
+        yield [ops]
+
+
+def _own(model: Transformer) -> list[GraphOps]:
+    """Return Triton's kernels if they may compute this model on its device. Raises Unsupported."""
     layers = GraphRunner().describe(model)
-    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == (9, 0):  # where they were run
+    if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= LEAST:
         with suppress(ImportError):  # of Triton
             from llama.fast.graph_kernels import TRITON, serves
 
             if all(serves(layer, model.args.head_dim) for layer in layers):
-                yield [TRITON]
-    for plain in plain_ops(model.device, model.dtype, model.args.head_dim):
-        yield [compiled(COMPILER, plain), plain]
+                return [TRITON]
+    return []

@@ -1,10 +1,11 @@
-"""What the recorded steps of a batch read and write on a GPU, and how they are recorded.
+"""What the recorded calls of a batch read and write on a GPU, and how they are recorded.
 
-A CUDA graph is bound to addresses, so everything that a step reads or writes is in a DecodeBuffers. On a CPU, which has
-no graphs, the step itself is the replay. Knows batches and caches; does not know what a step computes.
+A CUDA graph is bound to addresses, so everything that a call reads or writes is in a DecodeBuffers. On a CPU, which has
+no graphs, the call itself is the replay. Knows batches and caches; does not know what a call computes.
 """
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import NamedTuple
@@ -22,12 +23,29 @@ from llama.sampling import Settings
 Replay = Callable[[], object]
 
 
-class GraphKey(NamedTuple):
-    """What a recorded step does. The numbers that it samples by are read from a buffer at each replay."""
+# Recorded calls feed at most so many tokens, rows times width. An H200 computes more in a longer time than the host
+# needs to launch them: 16 x 272 tokens of a 1B shape took 18 ms, and the host 10 (docs/log.md).
+RECORDED_TOKENS = 2048
+LEAST_WIDTH = 64
 
-    chooses: tuple[bool, ...]  # which of the Settings are set
-    whole: bool  # whether the whole vocabulary is sorted
-    logprobs: bool
+
+class GraphKey(NamedTuple):
+    """What a recorded call does. The numbers that it samples by are read from a buffer at each replay."""
+
+    width: int  # the tokens that are fed of each row: 1 in steps with the cache
+    chooses: tuple[bool, ...] | None = None  # which of the Settings are set; None: a prompt, whose logits are stored
+    whole: bool = False  # whether the whole vocabulary is sorted
+    logprobs: bool = False
+
+
+def padded_width(rows: int, width: int, slots: int = sys.maxsize) -> int | None:
+    """Return the width of the recorded calls that feed `width` tokens a row; None if such calls are not recorded.
+
+    A multiple of 64 up to 512, and of an eighth of the next power of two above, so that a quarter at most is padding.
+    """
+    step = max(LEAST_WIDTH, 1 << max((width - 1).bit_length() - 3, 0))
+    padded = min(-(-width // step) * step, slots)
+    return padded if rows * padded <= RECORDED_TOKENS else None
 
 
 class DecodeBuffers:
@@ -35,39 +53,70 @@ class DecodeBuffers:
 
     weights: the layers of the model that the graphs are of.
     tokens: the texts, (rows, slots). The last slot belongs to no text.
+    starts: the position of each row's first token that a prompt feeds, (rows,).
     positions: the position of each row's newest token, (rows,).
     chosen, logprobs: the ids of the last step and their log-probabilities, (rows,).
     draws: the random numbers of the next step, (rows,).
     numbers: the numbers of the Settings; 0 for None.
     seen: the tokens of each row, (rows, vocab), for the repetition penalty.
     cos_sin: the first rows of the RopeTable, which may replace its own tensors by longer ones.
-    cache: static layers of (rows, slots). keys_values: their tensors, by layer.
+    logits: those after each row's newest token, (rows, vocab), by a prompt.
+    cache: static layers of (rows, slots); None with the switch off. keys_values: their tensors, by layer.
     record: makes the graphs, which are in `graphs`.
+    fed: the tokens of a call that the text which uses the buffers makes.
     last: an event behind the latest launch; None on a CPU.
     """
 
     def __init__(
-        self, model: Transformer, weights: list[LayerWeights], rows: int, slots: int, cache: Cache, record: "Recorder"
+        self,
+        model: Transformer,
+        weights: list[LayerWeights],
+        rows: int,
+        slots: int,
+        cache: Cache | None,
+        record: "Recorder",
     ) -> None:
-        """Allocate the buffers. cache: an empty one of static layers."""
+        """Allocate the buffers. cache: an empty one of static layers, or None."""
         self.weights, self.rows, self.slots, self.cache, self.record = weights, rows, slots, cache, record
-        self.keys_values = allocate(cache, rows, slots, like=model.norm.weight)
+        self.keys_values = [] if cache is None else allocate(cache, rows, slots, like=model.norm.weight)
         cos, sin = model.rope.up_to(slots, model.device)
         self.cos_sin = cos[:slots], sin[:slots]
         with torch.inference_mode(False), model.device:  # tensors made in inference mode could not be written outside
             self.tokens = torch.zeros((rows, slots), dtype=torch.int64)
-            self.positions, self.chosen = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
+            self.starts, self.positions, self.chosen = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
             self.logprobs, self.draws = (torch.zeros(rows, dtype=torch.float64) for _ in range(2))
             self.numbers = torch.zeros(len(Settings._fields), dtype=torch.float64)
             self.seen = torch.zeros((rows, model.args.vocab_size), dtype=torch.bool)
+            dtype = torch.promote_types(model.dtype, torch.float32)
+            self.logits = torch.zeros((rows, model.args.vocab_size), dtype=dtype)
         self.graphs: dict[GraphKey, Replay] = {}
+        self.fed: Tensor | None = None
         self.last: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the cache and the graphs, in bytes."""
+        return (0 if self.cache is None else self.cache.nbytes) + self.record.nbytes
+
+    def hold(self, fed: Tensor, start: int, lengths: Sequence[int]) -> None:
+        """Copy the tokens of a prompt, (rows, width), which begin at `start`, and the position of each row's last."""
+        self.tokens[:, start : start + fed.shape[1]] = fed
+        self.starts.fill_(start)
+        self.positions.copy_(torch.tensor(lengths, device="cpu") + (start - 1))
+
+    def mark(self) -> "torch.cuda.Event | None":
+        """Return an event behind what was launched; None on a CPU."""
+        if self.tokens.is_cuda:
+            self.last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.last.record(torch.cuda.current_stream(self.tokens.device))
+        return self.last
 
     def place(self, batch: Batch) -> None:
         """Copy the batch's texts, positions and settings. Rows that have left it keep theirs, and are computed too."""
         rows = torch.tensor([row.number for row in batch.rows], device="cpu").to(self.tokens.device)
         texts = batch.tokens([0] * len(batch.rows), rows.device)
         self.tokens[rows, : texts.shape[1]] = texts
+        self.starts.zero_()
         self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
         settings = batch.request.sampling.settings
         self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))
@@ -98,6 +147,7 @@ class StepBlock:
         self._sources = [buffers.chosen, buffers.logprobs] if logprobs else [buffers.chosen]
         self._noted = [source.new_empty((count, buffers.rows)) for source in self._sources]
         self._sent: list[Tensor] = []
+        self._mark = buffers.mark
         self.draws: list[Tensor] = []  # the random numbers of each step, (rows of the buffers,)
         self.event: torch.cuda.Event | None = None  # behind the copies to the host
 
@@ -110,9 +160,7 @@ class StepBlock:
         for noted in self._noted:
             host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=noted.is_cuda)
             self._sent.append(host.copy_(noted, non_blocking=True))
-        if self._noted[0].is_cuda:
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record(torch.cuda.current_stream(self._noted[0].device))
+        self.event = self._mark()
 
     def read(self) -> Iterator[tuple[list[int], list[float | None]]]:
         """Yield the ids of each step, one for each row of the buffers, and their log-probabilities."""
@@ -136,6 +184,14 @@ class Recorder:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self.pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the pool in bytes: the graphs' tensors. Those of one graph replace those of another."""
+        if self.device.type != "cuda":
+            return 0
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool))
 
     def __call__(self, step: Replay) -> Replay:
         """Return the step's replay. The step runs twice before: to compile, to select kernels, to allocate."""

@@ -3,7 +3,7 @@
 A step reads each weight once, so its time is that of reading them and of the gaps between kernels. Weights are the left
 operand of a product, and rows, padded to 16, the right one: Hopper's wgmma fixes the size of the left one at 64 only.
 No sum is split between programs, so every replay has the same bits.
-`decode_layer` and `head` in llama/fast/graph_ops.py define the results. Knows tensors, not modules.
+`cached_layer` and `head` in llama/fast/graph_ops.py define the results. Knows tensors, not modules.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (a kernel's parameters are Triton's, and Triton is not typed)
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.fast.graph_ops import Attention, GraphOps, LayerWeights, Prompts, advance, attend_flash_prompts, begin
+from llama.fast.graph_ops import FLASH, GraphOps, LayerWeights, Shared, advance
 from llama.ops import linear
 
 PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smallest size of a tensor core's operand
@@ -280,25 +280,15 @@ def _norm(x, weight, out, EPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.conste
     tl.store(out + begin + place, normed * tl.load(weight + place, place < DIM, 0.0), place < DIM)
 
 
-def triton_layer(
-    attend: object,
-    plain_product: object,
-    h: Tensor,
-    weights: LayerWeights,
-    cos_sin: tuple[Tensor, Tensor],
-    prepared: object,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Return what `decode_layer` returns, by 7 kernels, or 8 with more than ONE_SPLIT slots."""
+def triton_step(h: Tensor, weights: LayerWeights, shared: Shared, keys: Tensor, values: Tensor) -> Tensor:
+    """Return what `cached_layer` returns for one token a row, by 7 kernels, or 8 with more than ONE_SPLIT slots."""
     tensors, eps, head_dim = weights.tensors, weights.eps, keys.shape[-1]
     wq, wk, wv, wo = (tensors[f"attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo"))
     w1, w2, w3 = (tensors[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
     normed = norm(h, tensors["attention_norm.weight"], eps["attention_norm"])
     products = product(normed, wq, wk, wv, tile=TILES["wqkv"])
     q, k, v = torch.split(products.view(len(h), -1, head_dim), [len(w) // head_dim for w in (wq, wk, wv)], 1)
-    output = attend_step(q, k, v, *cos_sin, positions, keys, values)
+    output = attend_step(q, k, v, *shared.cos_sin, shared.positions[:, 0], keys, values)
     h = product(output.flatten(1), wo, tile=TILES["wo"], residual=h)
     normed = norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"])
     gated = product(normed, w1, w3, tile=TILES["w1w3"], gated=True)
@@ -343,9 +333,7 @@ def _gate(x, up, out, size, BLOCK: tl.constexpr):
     tl.store(out + place, passed * tl.load(up + place, place < size, 0.0), place < size)
 
 
-ATTENTION = Attention(lambda positions, slots: (), attend_step, by_text=True)
-PROMPTS = Prompts(norm, rotate, attend_flash_prompts, gate)
-TRITON = GraphOps("Triton", ATTENTION, linear, begin, triton_layer, triton_head, advance, PROMPTS)
+TRITON = GraphOps("Triton", FLASH, norm, rotate, gate, triton_head, advance, prompts=True, step=triton_step)
 
 
 def serves(weights: LayerWeights, head_dim: int) -> bool:

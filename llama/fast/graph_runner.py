@@ -1,15 +1,15 @@
 """The fast path of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
-The host launches several steps, and reads their tokens while the next ones run. Prompts, and whole prefixes if the
-cache is off, run without graphs, by fewer kernels than those of the modules. Both consist of the functions in
-`llama.fast.graph_ops`, which `llama.fast.graph_trial` selects. On a CPU the same steps run unrecorded: this is how they
-are tested without a GPU.
+The host launches several steps, and reads their tokens while the next ones run. A step feeds each row's newest token,
+or the whole prefix if the cache is off. Prompts are recorded too, padded to few widths. What is too large for the host
+to be the limit runs unrecorded. All of it consists of the functions in `llama.fast.graph_ops`, which
+`llama.fast.graph_trial` selects. On a CPU the same calls run unrecorded: this is how they are tested without a GPU.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from threading import Lock
 from typing import Any, Literal
@@ -21,11 +21,31 @@ from torch import Tensor
 from llama.args import Refused
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, StepBlock, allocate
-from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, prompt_layer, step_on
+from llama.fast.graph_buffers import (
+    DecodeBuffers,
+    GraphKey,
+    Recorder,
+    Replay,
+    StepBlock,
+    allocate,
+    padded_width,
+)
+from llama.fast.graph_ops import (
+    PYTORCH,
+    GraphOps,
+    LayerWeights,
+    Shared,
+    Store,
+    cached_layer,
+    fresh,
+    if_finite,
+    layer,
+    shared_by_layers,
+    step_on,
+)
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
-from llama.kv_cache import Cache, StaticCache
+from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.model import RMSNorm, Transformer
 from llama.ops import last_real
 from llama.quant.layers import quantized_weights
@@ -46,10 +66,10 @@ UNSURE = -2  # the id of a token that the candidates do not decide, see `choose`
 
 
 class GraphRunner:
-    """The buffers and graphs of a model's steps, and its calls for prompts. `forwards` counts both.
+    """The buffers and graphs of a model's steps and prompts. `forwards` counts both.
 
     ops: the functions of steps and prompts.
-    in_use: acquired by the one text that uses the buffers; other texts run on the plain path meanwhile.
+    in_use: acquired by the one text that uses the buffers; other texts have no recorded calls meanwhile.
     """
 
     exact: bool | None = None
@@ -57,7 +77,7 @@ class GraphRunner:
     def __init__(self, ops: GraphOps = PYTORCH, recorder: type[Recorder] = Recorder) -> None:
         self.ops, self._recorder = ops, recorder
         self.name = self.code = f"CUDA graphs of {ops.name} kernels"
-        self.plain_prompts = ops.prompts is None
+        self.plain_prompts = not ops.prompts
         self.forwards = 0
         self.watch: Callable[[Sequence[int]], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
@@ -87,8 +107,8 @@ class GraphRunner:
     def __call__(
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None, *, logits: Literal["all", "last"]
     ) -> Tensor | None:
-        """Return the logits of whole prompts; None for other calls, which the modules compute."""
-        if self.plain_prompts or self._retired or rows.start != 0 or rows.width == 1:
+        """Return the logits of prompts; None for other calls, which the modules compute."""
+        if self.plain_prompts or self._retired or rows.start is None or rows.width == 1:
             return None
         if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
             return None
@@ -98,7 +118,9 @@ class GraphRunner:
             if caching_of(model) != (cache is not None) or trained:
                 return None  # the modules record gradients
             with current(model.device):
-                made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
+                made = self._replayed(model, tokens, rows, cache) if logits == "last" else None
+                if made is None and rows.start == 0:
+                    made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
         except Unsupported as why:
             self._warn(why)
             return None
@@ -107,8 +129,56 @@ class GraphRunner:
         except Exception as error:  # a compiler or a driver may raise anything; the modules feed the prompt again
             self.give_up(error, *tokens.shape)
             return None
-        self.forwards += 1
+        self.forwards += made is not None
         return made
+
+    def _replayed(self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None) -> Tensor | None:
+        """Return the logits after each row by a recorded call, (bsz, 1, vocab); None if this call is not recorded."""
+        with self._buffers_of(model, tokens, rows, cache) as buffers:
+            if buffers is None or buffers.weights is not self.describe(model):
+                return None
+            width = padded_width(buffers.rows, rows.width, buffers.slots)
+            if rows.start is None or width is None or rows.start + width > buffers.slots:
+                return None
+            return self.prompt(model, buffers, tokens, rows, cache, width)[:, None]
+
+    @contextmanager
+    def _buffers_of(
+        self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None
+    ) -> Iterator[DecodeBuffers | None]:
+        """Yield the buffers that the caller's text uses, or for one row any that no text uses; otherwise None."""
+        own, bsz = next((buffers for buffers in self._sets if buffers.fed is tokens), None), len(rows.starts)
+        width = None if own is not None else padded_width(bsz, rows.width)
+        # Several rows of a cache of their own would need as much memory again.
+        if width is None or (cache is not None and bsz > 1) or not self.in_use.acquire(blocking=False):
+            yield own
+            return
+        try:
+            empty = None if cache is None else model.new_cache(cache.kind)
+            yield self.buffers_for(model, bsz, max(rows.starts) + width, empty)
+        finally:
+            self.in_use.release()
+
+    def prompt(
+        self, model: Transformer, buffers: DecodeBuffers, tokens: Tensor, rows: Rows, cache: Cache | None, width: int
+    ) -> Tensor:
+        """Feed tokens, (bsz, at most `width`), by a recorded call; return the logits after each row, (bsz, vocab).
+
+        cache: the one that is fed, which is copied into the buffers and back unless it is theirs.
+        """
+        assert rows.start is not None
+        copied, bsz = cache is not buffers.cache, len(rows.starts)
+        if copied:
+            _copy(cache, buffers.cache, bsz, 0, rows.start)
+        buffers.hold(tokens, rows.start, rows.lengths)
+        self.recorded(model, buffers, GraphKey(width))()
+        if copied:
+            assert cache is not None
+            for own in cache.layers:
+                own.prepare(rows, like=model.norm.weight)
+            _copy(buffers.cache, cache, bsz, rows.start, rows.end)
+        buffers.mark()
+        return buffers.logits.clone()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +195,9 @@ class GraphRunner:
         rows, length = len(request.prompts), request.longest
         made: GraphStepper | None = None
         try:
-            buffers = self.buffers_for(model, rows, length, _new_cache(model, request, cache))
+            if not caching_of(model) and padded_width(rows, max(map(len, request.prompts)), length) is None:
+                return None  # calls that are not recorded
+            buffers = self.buffers_for(model, rows, length, self._new_cache(model, request, cache))
             if cache is not None and rows == 1:
                 allocate(cache, 1, length, like=model.norm.weight)
             made = GraphStepper(self, model, batch, buffers, cache)
@@ -147,7 +219,7 @@ class GraphRunner:
     def may_step(self, model: Transformer, buffers: DecodeBuffers) -> bool:
         """Return True if a text may continue with the buffers: no step failed, and the model is unchanged."""
         try:
-            same = self.describe(model) is buffers.weights and caching_of(model)
+            same = self.describe(model) is buffers.weights and caching_of(model) == (buffers.cache is not None)
             if not same or self._watched(model):
                 raise Unsupported("the model was changed in the middle of a text")
         except Unsupported as why:
@@ -165,20 +237,22 @@ class GraphRunner:
             self._warn(f"a kernel failed ({short_message(error)})")
 
     def recorded(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
-        """Return the step's graph; record it if there is none yet."""
+        """Return the call's graph; record it if there is none yet."""
         if key not in buffers.graphs:
             buffers.graphs[key] = buffers.recorded(self.step(model, buffers, key))
         return buffers.graphs[key]
 
     def step(self, model: Transformer, buffers: DecodeBuffers, key: GraphKey) -> Replay:
-        """Return a function without arguments that runs one step on the buffers."""
+        """Return a function without arguments that runs one step on the buffers, or feeds one prompt."""
         ops = self.ops
+        if key.chooses is None:
+            return lambda: buffers.logits.copy_(next_logits(model, buffers, ops, key.width))
         numbers = zip(buffers.numbers.unbind(), key.chooses, strict=True)
         settings = Settings(*(number if there else None for number, there in numbers))
         greedy = settings.temperature is None and settings.penalty is None and not key.logprobs
 
         def step() -> None:
-            logits = next_logits(model, buffers, ops)
+            logits = next_logits(model, buffers, ops, key.width)
             if greedy:
                 ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
                 return
@@ -190,20 +264,35 @@ class GraphRunner:
 
         return step
 
+    def _new_cache(self, model: Transformer, request: Request, given: Cache | None) -> Cache | None:
+        """Return an empty cache for buffers; None with the switch off. Raises Unsupported unless it is static."""
+        if not caching_of(model):
+            if not self.ops.prompts:
+                raise Unsupported("these kernels' steps need the KV cache")
+            return None
+        cache = model.new_cache(request.kv_cache) if given is None else given
+        if any(type(layer) is not StaticCache for layer in cache.layers):
+            raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
+        return cache if given is None else model.new_cache(cache.kind)
+
     # ---- buffers ----------------------------------------------------------------------------------------------------
 
-    def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache) -> DecodeBuffers:
+    def buffers_for(self, model: Transformer, rows: int, length: int, cache: Cache | None) -> DecodeBuffers:
         """Return buffers for `rows` rows of `length` positions: earlier ones if some fit, or new ones.
 
-        cache: an empty one for new buffers. Raises Unsupported.
+        cache: an empty one for new buffers; None with the switch off. Raises Unsupported.
         """
+
+        def alike(buffers: DecodeBuffers) -> bool:
+            return buffers.rows == rows and (buffers.cache is None) == (cache is None)
+
         weights, by_text = self.describe(model), self.ops.attention.by_text
         slots = max(LEAST_SLOTS, 1 << length.bit_length()) if by_text else -(-(length + 1) // LENGTH_STEP) * LENGTH_STEP
         most = math.inf if by_text else 2 * slots
         self._sets = [buffers for buffers in self._sets if buffers.weights is weights]
-        fit = (buffers for buffers in self._sets if buffers.rows == rows and slots <= buffers.slots <= most)
+        fit = (buffers for buffers in self._sets if alike(buffers) and slots <= buffers.slots <= most)
         if (found := next(fit, None)) is None:
-            kept = [buffers for buffers in self._sets if buffers.rows != rows][: KEPT - 1]
+            kept = [buffers for buffers in self._sets if not alike(buffers)][: KEPT - 1]
             self._sets = kept = _within_memory(kept, model.device)  # frees the others before more is allocated
             try:
                 found = DecodeBuffers(model, weights, rows, slots, cache, self._recorder(model.device))
@@ -239,7 +328,7 @@ class GraphStepper(PlainStepper):
         super().__init__(model, batch, given or buffers.cache)
         if self.width is not None:
             self.width = None
-            logger.info("fast: CUDA graphs have no calls of several tokens a row, so nothing is guessed")
+            logger.info("fast: CUDA graphs verify no guesses, so nothing is guessed")
         self._runner, self._buffers = runner, buffers
         self._end = finalize(self, runner.in_use.release)  # called once, at the latest when this object is freed
 
@@ -257,11 +346,19 @@ class GraphStepper(PlainStepper):
             yield next(calls)
             self._copy_cache()
             yield from self._recorded(whole=must_sort(self.model.args.vocab_size, self.batch.request.sampling.top_k))
-            assert self.cache is not None
-            self.cache.select_rows(self._numbers)
+            if self.cache is not None:
+                self.cache.select_rows(self._numbers)
             yield from calls
         finally:
             self._end()
+
+    def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
+        """Call the model. The runner knows by the tokens that the call may use this text's buffers."""
+        self._buffers.fed = fed if len(rows.starts) == self._buffers.rows else None
+        try:
+            return super()._feed(fed, rows, logits)
+        finally:
+            self._buffers.fed = None
 
     def _copy_cache(self) -> None:
         """Copy a given cache into the buffers, without the positions of the newest tokens.
@@ -270,8 +367,7 @@ class GraphStepper(PlainStepper):
         of several rows is a copy for this batch, and is not used any more.
         """
         rows, filled = self._buffers.rows, self._buffers.cache
-        assert self.cache is not None
-        if self.cache is not filled:
+        if self.cache is not None and filled is not None and self.cache is not filled:
             _copy(self.cache, filled, rows, 0, max(self.batch.cur_pos) - 1)
             if rows > 1:
                 filled.source, filled.failed_at = self.cache.source, None
@@ -299,7 +395,7 @@ class GraphStepper(PlainStepper):
                     self._put_back(draws[step:])
                     yield from self._recorded(whole=True)
                     return
-                batch.fed += len(batch.rows)
+                batch.fed += len(batch.rows) if self.cache is not None else sum(batch.cur_pos)
                 self.logits = None  # they stay on the device
                 yield chosen
                 if not self._runner.may_step(self.model, self._buffers):  # the caller may have changed the model
@@ -314,13 +410,16 @@ class GraphStepper(PlainStepper):
         """
         runner, buffers, batch, request = self._runner, self._buffers, self.batch, self.batch.request
         count = min(batch.left - ahead, SYNC_INTERVAL)
-        if count <= 0:
+        keys = list[GraphKey]()
+        while len(keys) < count and (key := self._key(ahead + len(keys), whole=whole)) is not None:
+            keys.append(key)
+        if not keys:
             return None
-        block = StepBlock(count, buffers, logprobs=request.logprobs)
-        key = GraphKey(tuple(number is not None for number in request.sampling.settings), whole, request.logprobs)
-        for step in range(count):
+        block = StepBlock(len(keys), buffers, logprobs=request.logprobs)
+        for step, key in enumerate(keys):
             if runner.watch is not None:  # outside of `try`: its errors are the caller's
-                runner.watch([1] * buffers.rows)
+                fed = [length + ahead + step for length in batch.cur_pos]
+                runner.watch([1] * buffers.rows if key.width == 1 else fed)
             try:
                 self._draw(block)
                 runner.recorded(self.model, buffers, key)()
@@ -331,11 +430,18 @@ class GraphStepper(PlainStepper):
                 return None
         if self.cache is not buffers.cache:
             begin = batch.cur_pos[0] - 1 + ahead
-            _copy(buffers.cache, self.cache, 1, begin, begin + count)
-        runner.forwards += count
+            _copy(buffers.cache, self.cache, 1, begin, begin + block.count)
+        runner.forwards += block.count
         block.send()
-        buffers.last = block.event
         return block
+
+    def _key(self, ahead: int, *, whole: bool) -> GraphKey | None:
+        """Return what the step behind the next `ahead` ones does; None if such steps are not recorded."""
+        buffers, request = self._buffers, self.batch.request
+        longest = max(self.batch.cur_pos) + ahead
+        width = padded_width(buffers.rows, longest, buffers.slots) if self.cache is None else 1
+        chooses = tuple(number is not None for number in request.sampling.settings)
+        return None if width is None else GraphKey(width, chooses, whole, request.logprobs)
 
     def _draw(self, block: "StepBlock") -> None:
         """Draw the random numbers of the next step, and send them to the device."""
@@ -355,8 +461,9 @@ class GraphStepper(PlainStepper):
         return [row.number for row in self.batch.rows]
 
 
-def _copy(source: Cache, target: Cache | None, rows: int, begin: int, end: int) -> None:
+def _copy(source: Cache | None, target: Cache | None, rows: int, begin: int, end: int) -> None:
     """Copy the first rows of a static cache, from position `begin` up to `end`."""
+    assert source is not None
     assert target is not None
     for one, other in zip(source.layers, target.layers, strict=True):
         for name, tensor in one.held().items():
@@ -375,24 +482,41 @@ def _describe(model: Transformer) -> list[LayerWeights]:
     return layers
 
 
-def _new_cache(model: Transformer, request: Request, given: Cache | None) -> Cache:
-    """Return an empty cache for buffers. Raises Unsupported if the request's cache, or the given one, is not static."""
-    if not caching_of(model):
-        raise Unsupported("a GPU's fast step needs the KV cache")
-    cache = model.new_cache(request.kv_cache) if given is None else given
-    if any(type(layer) is not StaticCache for layer in cache.layers):
-        raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
-    return cache if given is None else model.new_cache(cache.kind)
+def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, width: int = 1) -> Tensor:
+    """Feed `width` tokens of every row; return the logits after each row's newest token, (rows, vocab).
 
-
-def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> Tensor:
-    """Feed every row's newest token with the cache; return the logits, (rows, vocab)."""
-    positions, attention = buffers.positions, ops.attention
-    ids, cos_sin, prepared = ops.begin(attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
-    h: Tensor = model.tok_embeddings(ids)
-    for weights, (keys, values) in zip(buffers.weights, buffers.keys_values, strict=True):
-        h = ops.layer(attention.attend, ops.product, h, weights, cos_sin, prepared, positions, keys, values)
+    A width of 1 is the newest token, with the cache. Otherwise the tokens from `starts` on are fed; those behind the
+    newest one are padding. With the switch off they begin at position 0, and there is no cache to read or write.
+    """
+    ids, shared = fed_tokens(buffers, ops, width)
+    h: Tensor = model.tok_embeddings(ids.flatten())
+    for number, weights in enumerate(buffers.weights):
+        h = next_layer(buffers, ops, number, h, weights, shared)
+    if width > 1:
+        last = (buffers.positions - buffers.starts).clamp(max=width - 1)  # rows that have ended may be longer
+        h = h.view(buffers.rows, width, -1)[torch.arange(buffers.rows, device=h.device), last]
     return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
+
+
+def fed_tokens(buffers: DecodeBuffers, ops: GraphOps, width: int) -> tuple[Tensor, Shared]:
+    """Return the ids of the tokens that a call feeds, (rows, width), and what all layers share."""
+    device = buffers.tokens.device
+    newest, first = buffers.positions[:, None], buffers.starts[:, None]
+    positions = newest if width == 1 else first + torch.arange(width, device=device)
+    attention = None if width == 1 and ops.step is not None else ops.attention
+    slots = width if buffers.cache is None else buffers.slots
+    return buffers.tokens.gather(1, positions), shared_by_layers(attention, positions, slots, *buffers.cos_sin)
+
+
+def next_layer(
+    buffers: DecodeBuffers, ops: GraphOps, number: int, h: Tensor, weights: LayerWeights, shared: Shared
+) -> Tensor:
+    """Return the output of a layer in a call on the buffers, with the cache or without it."""
+    if buffers.cache is None:
+        return layer(ops, h, weights, shared, fresh)
+    if shared.positions.shape[1] == 1 and ops.step is not None:
+        return ops.step(h, weights, shared, *buffers.keys_values[number])
+    return cached_layer(ops, h, weights, shared, *buffers.keys_values[number])
 
 
 def prompt_logits(
@@ -405,26 +529,32 @@ def prompt_logits(
     *,
     logits: Literal["all", "last"],
 ) -> Tensor:
-    """Feed whole prompts, with a cache of static layers or without one; return the logits as the model does."""
+    """Feed whole prompts unrecorded, with a cache of static layers or without one; return what the model does."""
     bsz, width = tokens.shape
-    assert ops.prompts is not None
-    shared, head_dim = shared_by_layers(model, bsz, width), model.args.head_dim
+    shared = shared_by_prompts(model, ops, bsz, width)
     h: Tensor = model.tok_embeddings(tokens.flatten())
-    for number, layer in enumerate(weights):
-        h, keys, values = prompt_layer(ops.prompts, head_dim, h, layer, *shared)
-        if cache is not None:
-            cache.layers[number].update(rows, *(made.view(bsz, width, *made.shape[1:]) for made in (keys, values)))
+    for number, own in enumerate(weights):
+        h = layer(ops, h, own, shared, fresh if cache is None else _stored(cache.layers[number], rows))
     if logits == "last":
         h = last_real(h.view(bsz, width, -1), rows.lengths).flatten(0, 1)
     scores: Tensor = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
     return scores.view(bsz, -1, scores.shape[-1])
 
 
-def shared_by_layers(model: Transformer, bsz: int, width: int) -> tuple[tuple[Tensor, Tensor], Tensor, int]:
-    """Return the last arguments of `prompt_layer`, which all layers share."""
-    cos, sin = (part[:width].repeat(bsz, 1, 1) for part in model.rope.up_to(width, model.device))
-    ends = torch.arange(bsz + 1, dtype=torch.int32, device=model.device) * width
-    return (cos, sin), ends, width
+def _stored(cache: KVCache, rows: Rows) -> Store:
+    """Return a function that writes whole prompts to one layer of a cache; they attend to no other keys."""
+
+    def store(xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
+        cache.update(rows, xk, xv)
+        return xk, xv
+
+    return store
+
+
+def shared_by_prompts(model: Transformer, ops: GraphOps, bsz: int, width: int) -> Shared:
+    """Return what all layers of a call of whole prompts share."""
+    positions = torch.arange(width, device=model.device).repeat(bsz, 1)
+    return shared_by_layers(ops.attention, positions, width, *model.rope.up_to(width, model.device))
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -435,7 +565,7 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 def _within_memory(sets: list[DecodeBuffers], device: torch.device) -> list[DecodeBuffers]:
     """Return the latest sets of buffers that together take at most KEPT_SHARE of a GPU's memory."""
     most = KEPT_SHARE * torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else math.inf
-    totals = accumulate(buffers.cache.nbytes for buffers in sets)
+    totals = accumulate(buffers.nbytes for buffers in sets)
     return [buffers for buffers, total in zip(sets, totals, strict=True) if total <= most]
 
 

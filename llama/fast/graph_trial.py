@@ -15,13 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.fast.graph_buffers import DecodeBuffers, GraphKey
-from llama.fast.graph_ops import GraphOps, prompt_layer
+from llama.fast.graph_buffers import LEAST_WIDTH, DecodeBuffers, GraphKey
+from llama.fast.graph_ops import GraphOps, fresh, layer
 from llama.fast.graph_runner import (
     GraphRunner,
+    fed_tokens,
+    next_layer,
     next_logits,
     prompt_logits,
-    shared_by_layers,
+    shared_by_prompts,
     short_message,
 )
 from llama.fast.supported import Unsupported
@@ -43,11 +45,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torc
 FEW, MANY = 1, 16
 SHAPES = ((FEW, 6), (FEW, 600), (2, 1100), (MANY, 40))
 PROMPT_SHAPES = ((1, 40), (2, 33))
+MORE = 7  # tokens that follow a prompt
 REPLAYS = 50  # that must be equal in all bits: a race between kernels shows in some of them only
 TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
 FASTER = 1.03  # a candidate replaces an earlier one if it is so many times as fast; less is noise
 
-GREEDY_KEY = GraphKey((False,) * len(Settings._fields), whole=False, logprobs=False)
+GREEDY_KEY = GraphKey(1, (False,) * len(Settings._fields))
 
 Seconds = dict[int, float]  # of a step with FEW rows, and with MANY if the model's limits allow
 
@@ -89,15 +92,14 @@ def _check_layers(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> 
     """Raise Unsupported if a layer's output for the newest tokens is not that of its module, from the same input."""
     rows, positions = buffers.rows, buffers.positions
     start = int(positions[0])
-    ids, cos_sin, prepared = ops.begin(ops.attention.prepare, buffers.tokens, positions, *buffers.cos_sin)
-    h = model.tok_embeddings(ids)
-    for number, (block, weights, (keys, values)) in enumerate(
-        zip(model.blocks, buffers.weights, buffers.keys_values, strict=True)
-    ):
+    assert buffers.cache is not None
+    ids, shared = fed_tokens(buffers, ops, 1)
+    h = model.tok_embeddings(ids[:, 0])
+    for number, (block, weights) in enumerate(zip(model.blocks, buffers.weights, strict=True)):
         h = _small(h)
         angles = model.rope.at([start] * rows, 1, model.device)
         wanted = block(h[:, None], Rows.at([start] * rows, [1] * rows), angles, buffers.cache.layers[number])[:, 0]
-        made = ops.layer(ops.attention.attend, ops.product, h, weights, cos_sin, prepared, positions, keys, values)
+        made = next_layer(buffers, ops, number, h, weights, shared)
         _check_layer(ops, number, made, wanted)
         h = wanted
 
@@ -173,14 +175,14 @@ def _filled(
 
 
 def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
-    """Return the functions, without those of prompts if their trial fails, which is logged."""
-    if ops.prompts is None:
+    """Return the functions, which leave prompts to the plain path if their trial fails; that is logged."""
+    if not ops.prompts:
         return ops
     try:
         try_prompts(model, ops)
     except Exception as why:  # a compiler or a driver may raise anything
         logger.warning("fast: prompts run on the plain path: %s", short_message(why))
-        return ops._replace(prompts=None)
+        return ops._replace(prompts=False)
     return ops
 
 
@@ -200,25 +202,37 @@ def try_prompts(model: Transformer, ops: GraphOps) -> None:
 
 def _check_prompt_layers(model: Transformer, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
     """Raise Unsupported if a layer's output for whole prompts is not that of its module, from the same input."""
-    assert ops.prompts is not None
-    weights, shared = GraphRunner(ops).describe(model), shared_by_layers(model, *ids.shape)
+    weights, shared = GraphRunner(ops).describe(model), shared_by_prompts(model, ops, *ids.shape)
     h = model.tok_embeddings(ids)
     for number, block in enumerate(model.blocks):
         h = _small(h)
         wanted = block(h, rows, model.rope.at(rows.starts, rows.width, model.device), None)
-        made, *_ = prompt_layer(ops.prompts, model.args.head_dim, h.flatten(0, 1), weights[number], *shared)
+        made = layer(ops, h.flatten(0, 1), weights[number], shared, fresh)
         _check_layer(ops, number, made, wanted.flatten(0, 1))
         h = wanted
 
 
 def _check_prompts(model: Transformer, ops: GraphOps, ids: Tensor, rows: Rows) -> None:
-    """Raise Unsupported if the logits after prompts, or after a step on their cache, are not those of the modules."""
-    own, other = (model.new_cache("static") if model.kv_caching else None for _ in range(2))
-    made = prompt_logits(model, GraphRunner(ops).describe(model), ops, ids, rows, own, logits="last")
-    _check_logits(model, ops, made, model(ids, rows, cache=other, logits="last"))
-    if model.kv_caching and rows.width < model.args.max_seq_len:
-        steps = (model(ids[:, :1], rows.lengths, cache=cache, logits="last") for cache in (own, other))
-        _check_logits(model, ops, *steps)
+    """Raise Unsupported if logits after prompts, recorded or not, or after more tokens, are not those of the modules.
+
+    All slots of the buffers' cache are NaN before, see `_filled`.
+    """
+    runner, bsz, start = GraphRunner(ops), len(ids), min(rows.lengths)
+    own, other, third = (model.new_cache("static") if model.kv_caching else None for _ in range(3))
+    made = prompt_logits(model, runner.describe(model), ops, ids, rows, own, logits="last")
+    wanted = model(ids, rows, cache=other, logits="last")
+    buffers = runner.buffers_for(model, bsz, rows.width + LEAST_WIDTH, third)
+    for tensor in chain.from_iterable(buffers.keys_values):
+        tensor.fill_(torch.nan)
+    recorded = runner.prompt(model, buffers, ids, rows, third, LEAST_WIDTH)
+    for logits in (made, recorded[:, None]):
+        _check_logits(model, ops, logits, wanted)
+    more = Rows.at([start] * bsz, [MORE] * bsz)
+    if model.kv_caching and more.end <= model.args.max_seq_len:
+        first, second = (model(ids[:, :MORE], more, cache=cache, logits="last") for cache in (own, other))
+        recorded = runner.prompt(model, buffers, ids[:, :MORE], more, third, LEAST_WIDTH)
+        for logits in (first, recorded[:, None]):
+            _check_logits(model, ops, logits, second)
 
 
 def _place(buffers: DecodeBuffers, ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of a step give the results of `decode_layer`, and compile for a GPU that is not here.
+"""The Triton kernels of a step give the results of `cached_layer`, and compile for a GPU that is not here.
 
 Results are computed in Triton's interpreter, in float32: its bfloat16 is wrong. Only a GPU shows the results of tensor
 cores and the speed.
@@ -17,8 +17,17 @@ from skips import can_interpret, check_in_interpreter, interpreted, not_interpre
 from torch import Tensor
 
 from llama.fast import graph_ops
-from llama.fast.graph_ops import LayerWeights, attend_masked, decode_layer, prepare_mask
-from llama.ops import linear, rms_norm
+from llama.fast.graph_ops import (
+    PYTORCH,
+    LayerWeights,
+    Shared,
+    attend_masked,
+    cached_layer,
+    fresh,
+    layer,
+    prepare_mask,
+    shared_by_layers,
+)
 from llama.rope import RopeTable, rope_frequencies, rotate
 
 triton = pytest.importorskip("triton")
@@ -69,7 +78,8 @@ def test_attention_equals_the_plain_one(slots: int, joined: bool, group: int, mo
     expected_keys, expected_values = keys.clone(), values.clone()
     rows = torch.arange(len(positions))
     expected_keys[rows, positions], expected_values[rows, positions] = xk, v
-    expected = attend_masked(xq, expected_keys[:-1], expected_values[:-1], prepare_mask(positions, slots))
+    seen = prepare_mask(positions[:, None], slots)
+    expected = attend_masked(xq, expected_keys[:-1], expected_values[:-1], seen)
 
     output = kernels.attend_step(q, k, v, cos, sin, positions, keys[:-1], values[:-1])
     torch.testing.assert_close(output, expected, **CLOSE)
@@ -125,7 +135,9 @@ def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
     positions = torch.tensor([0, 7, slots - 1]).repeat(6)[:rows]
     keys, values = (cache(positions, slots, 2, 16).to(dtype) for _ in range(2))
     own = LayerWeights({name: weight.to(dtype) for name, weight in weights.items()}, eps)
-    return torch.randn(rows, 64).to(dtype), own, gathered(positions, 16), positions, keys, values
+    cos_sin = RopeTable(rope_frequencies(16, 10_000.0)).up_to(slots, torch.device("cpu"))
+    shared = shared_by_layers(PYTORCH.attention, positions[:, None], slots, *cos_sin)
+    return torch.randn(rows, 64).to(dtype), own, shared, keys, values
 
 
 @interpreted
@@ -140,12 +152,10 @@ def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
 )
 def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype: torch.dtype, atol: float) -> None:
     ops = kernels.TRITON
-    h, weights, cos_sin, positions, *cached = layer_inputs(rows, slots, dtype)
+    h, weights, shared, *cached = layer_inputs(rows, slots, dtype)
     copies = [each.clone() for each in cached]
-    seen = prepare_mask(positions, slots)
-    expected = decode_layer(attend_masked, linear, h, weights, cos_sin, seen, positions, *copies)
-    prepared = ops.attention.prepare(positions, slots)
-    made = ops.layer(ops.attention.attend, ops.product, h, weights, cos_sin, prepared, positions, *cached)
+    expected = cached_layer(PYTORCH, h, weights, shared, *copies)
+    made = ops.step(h, weights, shared, *cached)
     torch.testing.assert_close(made, expected, rtol=0, atol=atol)
     for ours, plain in zip(cached, copies, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=atol, equal_nan=True)
@@ -158,19 +168,11 @@ def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype:
 def test_prompts_equal_the_plain_ones(rows: int) -> None:
     """With attention that both share: flash attention needs a GPU."""
     _, weights, *_ = layer_inputs(1, 20, torch.float32)
-    h, ends = torch.randn(rows * 7, 64), torch.arange(rows + 1, dtype=torch.int32) * 7
-    shared = 16, h, weights, gathered(torch.arange(7).repeat(rows), 16), ends, 7
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
-        return q + (keys + values).repeat_interleave(2, dim=1)
-
-    def gate(x: Tensor, up: Tensor) -> Tensor:
-        return F.silu(x) * up
-
-    prompts = kernels.PROMPTS._replace(attend=attend)
-    plain = graph_ops.prompt_layer(graph_ops.Prompts(rms_norm, rotate, attend, gate), *shared)
-    for ours, wanted in zip(graph_ops.prompt_layer(prompts, *shared), plain, strict=True):
-        torch.testing.assert_close(ours, wanted, **CLOSE)
+    positions = torch.arange(7).repeat(rows, 1)
+    shared = shared_by_layers(PYTORCH.attention, positions, 7, *gathered(torch.arange(7), 16))
+    given = torch.randn(rows * 7, 64), weights, shared, fresh
+    own = kernels.TRITON._replace(attention=PYTORCH.attention)
+    torch.testing.assert_close(layer(own, *given), layer(PYTORCH, *given), **CLOSE)
 
 
 # Compilation by Triton, which the interpreter leaves out. It needs no GPU.
@@ -230,10 +232,10 @@ def llama_1b() -> Tensor:
     tensors |= {f"{name}_norm.weight": empty(2048) for name in ("attention", "ffn")}
     weights = LayerWeights(tensors, {"attention_norm": 1e-5, "ffn_norm": 1e-5})
     assert kernels.serves(weights, 64)
-    cos_sin = tuple(empty(rows, 1, 64, dtype=torch.float32) for _ in range(2))
-    positions, keys, values = empty(rows, dtype=torch.int64), empty(rows, slots, 8, 64), empty(rows, slots, 8, 64)
+    cos, sin = (empty(rows, 1, 64, dtype=torch.float32) for _ in range(2))
+    shared = Shared(empty(rows, 1, dtype=torch.int64), (cos, sin), ())
     ops = kernels.TRITON
-    h = ops.layer(None, None, empty(rows, 2048), weights, cos_sin, (), positions, keys, values)
+    h = ops.step(empty(rows, 2048), weights, shared, empty(rows, slots, 8, 64), empty(rows, slots, 8, 64))
     return ops.head(h, empty(2048), 1e-5, empty(128_256, 2048))
 
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from llama import sampling
 from llama.args import ModelArgs
-from llama.fast import choose, graph_ops, graph_runner, graph_trial
+from llama.fast import choose, graph_buffers, graph_ops, graph_runner, graph_trial
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_buffers import DecodeBuffers, Recorder, Replay
+from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, padded_width
 from llama.fast.graph_ops import FLASH, MASKED, PYTORCH, GraphOps
 from llama.fast.graph_runner import LENGTH_STEP, SYNC_INTERVAL, GraphRunner
 from llama.fast.graph_trial import FEW, MANY, fastest, try_steps, with_prompts
@@ -240,20 +240,8 @@ def test_replaced_weights_are_recorded_again_and_weights_changed_in_place_are_no
 # ---- prompts, and whole prefixes without a cache ---------------------------------------------------------------------
 
 
-def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, ends: Tensor, width: int) -> Tensor:
-    """Do what flash attention does on a GPU."""
-    assert ends.tolist() == [width * row for row in range(len(q) // width + 1)]
-    q, keys, values = (each.unflatten(0, (-1, width)).transpose(1, 2) for each in (q, keys, values))
-    output = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-    return output.transpose(1, 2).flatten(0, 1)
-
-
-def gate(x: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(x) * up
-
-
-PARTS = graph_ops.Prompts(rms_norm, rotate, attend_prompts, gate)
-WITH_PROMPTS = PYTORCH._replace(prompts=PARTS)
+# Functions that compute prompts attend in a time that depends on the texts.
+WITH_PROMPTS = PYTORCH._replace(prompts=True, attention=MASKED._replace(by_text=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -262,6 +250,129 @@ def test_prompts_and_whole_prefixes_are_those_of_the_plain_path(way: str) -> Non
     both[1].runner = GraphRunner(WITH_PROMPTS)
     for kv_caching in (True, False):
         assert steps_of_same_tokens(both, PROMPTS, 9, kv_caching=kv_caching, **WAYS[way]) == 9
+
+
+def keys_of(model: Transformer) -> list[GraphKey]:
+    """Return what the model's graphs do, in the order in which they were recorded."""
+    return [key for buffers in reversed(runner_of(model)._sets) for key in buffers.graphs]
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_prompt_is_one_recorded_call_and_so_is_a_step_without_the_cache(kv_caching: bool) -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    assert steps_of_same_tokens(both, [[5] * 60], 9, kv_caching=kv_caching, **GREEDY) == 9
+    prompts = [key.width for key in keys_of(both[1]) if key.chooses is None]
+    steps = [key.width for key in keys_of(both[1]) if key.chooses is not None]
+    assert (prompts, steps) == ([64], [1] if kv_caching else [64, 128])
+
+
+def test_widths_of_recorded_calls_are_few_and_at_most_a_quarter_of_a_long_one_is_padding() -> None:
+    widths = [padded_width(1, width, 4096) for width in range(1, 2049)]
+    assert list(dict.fromkeys(widths)) == [
+        64,
+        128,
+        192,
+        256,
+        320,
+        384,
+        448,
+        512,
+        640,
+        768,
+        896,
+        1024,
+        1280,
+        1536,
+        1792,
+        2048,
+    ]
+    assert all(made is not None and width <= made for width, made in enumerate(widths, 1))
+    assert all(made is not None and made < 1.25 * width for width, made in enumerate(widths, 1) if width > 256)
+    assert [padded_width(rows, 250, 512) for rows in (8, 9)] == [256, None]  # more tokens wait for the device
+    assert padded_width(1, 250, 253) == 253
+
+
+def test_prompts_of_many_lengths_share_recordings_and_stale_tokens_behind_them_have_no_effect() -> None:
+    both = twins()
+    recordings = recordings_of(both[1], WITH_PROMPTS)
+    for length in (130, 2, 64, 40, 63):
+        steps_of_same_tokens(both, [[*range(1, 60), *range(1, 60), *range(1, 20)][:length], [7]], 3, **GREEDY)
+    assert len(recordings) == 3  # of 64 and 192 tokens, and a step
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_calls_that_are_too_large_are_not_recorded_and_a_text_may_grow_into_them(
+    kv_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    monkeypatch.setattr(graph_buffers, "RECORDED_TOKENS", 3 * 64)
+    assert steps_of_same_tokens(both, [[5] * 58, [7], [9]], 15, kv_caching=kv_caching, **GREEDY) == 15
+    assert {key.width for key in keys_of(both[1])} == ({64, 1} if kv_caching else {64})
+    runner_of(both[1]).drop()
+    assert steps_of_same_tokens(both, [[5] * 70, [7], [9]], 9, kv_caching=kv_caching, **GREEDY) == 9
+    assert [key.width for key in keys_of(both[1])] == ([1] if kv_caching else [])
+
+
+def test_every_turn_of_a_session_is_a_recorded_prompt_behind_what_is_cached() -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    made: list[list[Any]] = []
+    for model in both:
+        session, texts = model.session(Ids()), list[Any]()
+        for turn in ([5, 9, 2], [44, 3], [8] * 30):
+            session.append(turn)
+            texts.append(list(session.stream(9, temperature=0.8, seed=3)))
+        session.rewind(20)
+        session.append([1, 2, 3])
+        texts.append(session.generate(5, **GREEDY))
+        other = session.fork()
+        other.append([7, 7])
+        texts.append([session.generate(5, **GREEDY), other.generate(5, **GREEDY)])
+        texts.append(model.generate_tokens([[1, 2], [3], [4, 5, 6]], 6, prefix=other, **GREEDY))
+        made.append(texts)
+    assert made[0] == made[1]
+    assert {key.width for key in keys_of(both[1])} == {1, 64}
+    assert are_free(both[1])
+
+
+def test_a_common_prefix_is_fed_once_and_the_rest_by_a_recorded_call() -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    prompts = [[5, 6, 7, 8, 9, row, 3] for row in range(3)]
+    assert steps_of_same_tokens(both, prompts, 9, share_prefix=True, **GREEDY) == 10
+    assert {key.width for key in keys_of(both[1])} == {1, 64}
+
+
+def test_a_recorded_call_that_another_text_interrupts_leaves_the_buffers_to_it() -> None:
+    """Without a cache, a call in the middle of a stream of the same rows is not recorded."""
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    for kv_caching in (True, False):
+        pieces = []
+        for model in both:
+            stream, got = model.stream(Ids(), [[5, 9]], 20, kv_caching=kv_caching, **GREEDY), []
+            for piece in stream:
+                got.append(piece)
+                got.append(
+                    model.with_kv_caching(False)(torch.tensor([[1, 2, 3]], device=DEVICE), logits="last").argmax()
+                )
+            pieces.append(got)
+        assert pieces[0] == pieces[1]
+
+
+def test_without_the_cache_the_tokens_fed_are_counted_and_watched_as_on_the_plain_path() -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    watched: list[Sequence[int]] = []
+    both[1].runner.watch = watched.append
+    fed = []
+    for model in both:
+        (result,) = model.generate(Ids(), [[5, 9, 2]], 6, kv_caching=False, **GREEDY)
+        fed.append(result)
+    assert fed[0] == fed[1]
+    assert watched == [[length] for length in range(4, 9)]
 
 
 def test_prompts_of_other_kinds_of_cache_are_plain() -> None:
@@ -291,33 +402,51 @@ def test_prompts_whose_kernels_fail_later_are_plain_with_one_warning(caplog: pyt
     def fail_later(x: Tensor, up: Tensor) -> Tensor:
         if next(calls) == ARGS.n_layers + 1:
             raise RuntimeError("out of resource")
-        return gate(x, up)
+        return graph_ops.gate(x, up)
 
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS._replace(prompts=PARTS._replace(gate=fail_later)))
+    both[1].runner = GraphRunner(WITH_PROMPTS._replace(gate=fail_later))
     for _ in range(3):
         steps_of_same_tokens(both, PROMPTS, 5, **GREEDY)
     assert caplog.messages == ["fast: a kernel failed (RuntimeError: out of resource); the plain path runs instead"]
 
 
 def late(*given: Any) -> Tensor:
-    return attend_prompts(*given).roll(1, dims=0)
+    return graph_ops.attend_masked(*given).roll(1, dims=0)
 
 
 def halve_keys(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return rotate(x, cos_sin) if x.shape[1] == ARGS.n_heads else rotate(x, cos_sin) * 0.5
 
 
-@pytest.mark.parametrize("wrong", [{"attend": late}, {"rotate": halve_keys}, {"gate": torch.add}])
-def test_prompts_are_plain_if_their_trial_fails(wrong: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def see_no_past(positions: Tensor, slots: int) -> tuple[Tensor, ...]:
+    first = positions[:, :1, None] if positions.shape[1] > 1 else 0
+    return (graph_ops.prepare_mask(positions, slots)[0] & (torch.arange(slots, device=positions.device) >= first),)
+
+
+LAYER, LOGITS = "the output of layer 0 by plain kernels", "the plain kernels' logits are off by"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"attention": MASKED._replace(attend=late)}, LAYER),
+        ({"rotate": halve_keys}, LAYER),
+        ({"gate": torch.add}, LAYER),
+        ({"attention": MASKED._replace(prepare=see_no_past)}, LOGITS),
+    ],
+)
+def test_prompts_are_plain_if_their_trial_fails(
+    wrong: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     plain, _ = twins(dtype=torch.float32)
     assert with_prompts(plain, WITH_PROMPTS) is WITH_PROMPTS
     with caplog.at_level(logging.WARNING, "llama"):
-        ops = with_prompts(plain, WITH_PROMPTS._replace(prompts=PARTS._replace(**wrong)))
+        ops = with_prompts(plain, WITH_PROMPTS._replace(**wrong))
     plain.runner = GraphRunner(ops)
     assert str(plain.execution) == "CUDA graphs of plain kernels, plain prompts"
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("fast: prompts run on the plain path: the output of layer 0 by plain kernels")
+    assert caplog.messages[0].startswith(f"fast: prompts run on the plain path: {words}")
 
 
 # ---- left to the plain path ------------------------------------------------------------------------------------------
@@ -337,7 +466,7 @@ def switch_the_cache_off(model: Transformer) -> None:
         (CHANGES["change_an_operation"], "the model's operations are mine"),
         (CHANGES["hook_that_changes"], "a hook watches RowParallelLinear"),
         (change_the_cache, "kv_cache='concat' has no fast step; these kinds have one: static; the plain"),
-        (switch_the_cache_off, "a GPU's fast step needs the KV cache; the plain path runs instead"),
+        (switch_the_cache_off, "these kernels' steps need the KV cache; the plain path runs instead"),
     ],
 )
 def test_a_model_that_the_steps_do_not_compute_runs_on_the_plain_path_with_one_warning(
@@ -580,13 +709,11 @@ def differ_in_one_replay(output: Tensor, call: int) -> Tensor:
 
 def read_a_slot_behind_the_position(q: Tensor, keys: Tensor, values: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
     (seen,) = prepared
-    return graph_ops.attend_masked(q, keys, values, (seen | seen.roll(1, dims=1),))
+    return graph_ops.attend_masked(q, keys, values, (seen | seen.roll(1, dims=-1),))
 
 
-def without_a_norm(attend: Any, product: Any, h: Tensor, weights: graph_ops.LayerWeights, *given: Any) -> Tensor:
-    ones = torch.ones_like(weights.tensors["ffn_norm.weight"])
-    unnormed = weights._replace(tensors={**weights.tensors, "ffn_norm.weight": ones})
-    return graph_ops.decode_layer(attend, product, h, unnormed, *given)
+def without_the_weight(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, torch.ones_like(weight), eps)
 
 
 @pytest.mark.usefixtures("short_texts")
@@ -601,7 +728,7 @@ def without_a_norm(attend: Any, product: Any, h: Tensor, weights: graph_ops.Laye
             "the output of layer 0 by plain kernels is off by nan",
             torch.float32,
         ),
-        (lambda: PYTORCH._replace(layer=without_a_norm), "the output of layer 0 by plain kernels", torch.float32),
+        (lambda: PYTORCH._replace(norm=without_the_weight), "the output of layer 0 by plain kernels", torch.float32),
         (
             lambda: PYTORCH._replace(head=lambda h, *given: graph_ops.head(h, *given).roll(1)),
             "the plain kernels' logits are off by",
@@ -644,12 +771,12 @@ def test_a_step_that_cannot_be_recorded_or_repeated_fails_its_trial(recorder: ty
 def test_kernels_are_compared_within_the_models_limits(limits: dict[str, int]) -> None:
     calls: list[int] = []
 
-    def layer(attend: Any, product: Any, h: Tensor, *given: Any) -> Tensor:
-        calls.append(len(h))
-        return graph_ops.decode_layer(attend, product, h, *given)
+    def gate(x: Tensor, up: Tensor) -> Tensor:
+        calls.append(len(x))
+        return graph_ops.gate(x, up)
 
     model = tiny_model(replace(ARGS, **limits), dtype=torch.float32).requires_grad_(False)
-    try_steps(model, GraphRunner(PYTORCH._replace(name="own", layer=layer)))
+    try_steps(model, GraphRunner(PYTORCH._replace(name="own", gate=gate)))
     assert set(calls) == ({1} if "max_batch_size" in limits else {1, 2, MANY})
 
 
@@ -677,13 +804,12 @@ def test_masked_attention_runs_if_flash_attention_does_not(
     assert graph_ops.plain_ops(torch.device("cpu"), torch.bfloat16, 64) == [PYTORCH]
     flash = PYTORCH._replace(name="plain flash", attention=FLASH)
     monkeypatch.setattr(choose, "plain_ops", lambda *_: [flash, PYTORCH])
-    monkeypatch.setattr(choose, "compiled", lambda _, ops: ops)
     with caplog.at_level(logging.WARNING, "llama"):
         choose._use_graphs(fast.double())
     assert str(fast.execution) == "CUDA graphs of plain kernels, plain prompts"
     assert str(fast.execution_with("paged")) == "plain"
-    assert len(caplog.messages) == 2
-    assert all(words.startswith("fast: plain flash kernels are not used: ") for words in caplog.messages)
+    (words,) = caplog.messages
+    assert words.startswith("fast: plain flash kernels are not used: ")
 
 
 def test_quantised_weights_are_not_supported() -> None:
@@ -691,53 +817,6 @@ def test_quantised_weights_are_not_supported() -> None:
     quantize_layers(plain, torch.float32)
     with pytest.raises(Unsupported, match="quantised weights run on a CPU only"):
         choose._use_graphs(plain)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_texts")
-def test_functions_that_cannot_be_compiled_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a GPU that is too old for Triton, or on a Python that torch.compile does not support."""
-
-    def refuse(*_: object, **__: object) -> Any:
-        raise RuntimeError("PyTorch refuses")
-
-    both = twins(dtype=torch.float32, device="cpu")
-    monkeypatch.setattr(torch, "compile", refuse)
-    with caplog.at_level(logging.WARNING, "llama"):
-        choose._use_graphs(both[1])
-    assert both[1].execution.runner == "CUDA graphs of plain kernels"
-    (words,) = caplog.messages
-    assert words.startswith("fast: compiled kernels are not used: ")
-    assert "PyTorch refuses" in words
-    assert steps_of_same_tokens(both, PROMPTS, 9, **GREEDY) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_texts")
-def test_functions_are_compiled_when_they_are_tried_and_never_in_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For one model only: numbers of heads that vary would be taken for numbers that only the device knows."""
-    made: list[torch.fx.GraphModule] = []
-
-    def compile_nothing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(graph_trial, "REPLAYS", 2)
-    torch._dynamo.reset()
-    other, _ = twins(replace(ARGS, n_heads=3, n_kv_heads=3, head_dim=8, max_batch_size=1))
-    try_steps(other, GraphRunner(graph_ops.compiled(compile_nothing)))
-    made.clear()
-    both = twins()
-    ops = graph_ops.compiled(compile_nothing)
-    assert try_steps(both[1], GraphRunner(ops)).keys() == {FEW, MANY}
-    both[1].runner = GraphRunner(ops)
-    compiled = len(made)
-    assert compiled == 2 * len([ops.begin, ops.layer, ops.head, ops.advance])  # for one row, and for several
-    for prompts, max_new in ((PROMPTS, 3), (PROMPTS[:1], 2 * LENGTH_STEP), (PROMPTS * 3, LENGTH_STEP)):
-        assert steps_of_same_tokens(both, prompts, max_new, **GREEDY) == max_new - 1
-    assert len(made) == compiled
 
 
 # ---- captures, with fakes for parts of CUDA --------------------------------------------------------------------------
