@@ -83,10 +83,9 @@ def candidates(model: Transformer) -> Iterator[list[GraphOps]]:
     Raises Unsupported.
     """
     own, (first, *others) = _own(model), plain_ops(model.device, model.dtype, model.args.head_dim)
-    if own and torch.cuda.get_device_capability(model.device) == MEASURED:
-        yield own
-        own = []
-    yield [*own, first]
+    measured = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == MEASURED
+    yield from [own] if measured and own else []
+    yield [first] if measured else [*own, first]
     for ops in others:
         yield [ops]
 

@@ -207,6 +207,9 @@ class Descriptions(Generic[Description]):
         Also if another thread moves the model's weights at this moment.
         """
         check_moment()
+        if not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # a snapshot that was made in this mode matches in this mode only
+                return self.of(model)
         model = original_of(model)
         known = self._known.get(model)
         if known is None or not known[0].matches(model):

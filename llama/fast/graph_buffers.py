@@ -116,7 +116,6 @@ class DecodeBuffers:
         rows = torch.tensor([row.number for row in batch.rows], device="cpu").to(self.tokens.device)
         texts = batch.tokens([0] * len(batch.rows), rows.device)
         self.tokens[rows, : texts.shape[1]] = texts
-        self.starts.zero_()
         self.positions[rows] = torch.tensor(batch.cur_pos, device="cpu").to(rows.device) - 1
         settings = batch.request.sampling.settings
         self.numbers.copy_(torch.tensor([x or 0.0 for x in settings], dtype=torch.float64, device="cpu"))

@@ -355,10 +355,7 @@ class GraphStepper(PlainStepper):
     def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
         """Call the model. The runner knows by the tokens that the call may use this text's buffers."""
         self._buffers.fed = fed if len(rows.starts) == self._buffers.rows else None
-        try:
-            return super()._feed(fed, rows, logits)
-        finally:
-            self._buffers.fed = None
+        return super()._feed(fed, rows, logits)
 
     def _copy_cache(self) -> None:
         """Copy a given cache into the buffers, without the positions of the newest tokens.

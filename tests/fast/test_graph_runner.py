@@ -22,6 +22,7 @@ import torch
 from changes import CHANGES
 from fakes import Ids
 from generations import GREEDY, WAYS
+from paths import WITH_PROMPTS
 from threads import in_threads
 from tiny import tiny_args, tiny_model
 from torch import Tensor
@@ -240,10 +241,6 @@ def test_replaced_weights_are_recorded_again_and_weights_changed_in_place_are_no
 # ---- prompts, and whole prefixes without a cache ---------------------------------------------------------------------
 
 
-# Functions that compute prompts attend in a time that depends on the texts.
-WITH_PROMPTS = PYTORCH._replace(prompts=True, attention=MASKED._replace(by_text=True))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_and_whole_prefixes_are_those_of_the_plain_path(way: str) -> None:
     both = twins()
@@ -309,7 +306,10 @@ def test_calls_that_are_too_large_are_not_recorded_and_a_text_may_grow_into_them
     both[1].runner = GraphRunner(WITH_PROMPTS)
     monkeypatch.setattr(graph_buffers, "RECORDED_TOKENS", 3 * 64)
     assert steps_of_same_tokens(both, [[5] * 58, [7], [9]], 15, kv_caching=kv_caching, **GREEDY) == 15
-    assert {key.width for key in keys_of(both[1])} == ({64, 1} if kv_caching else {64})
+    assert [(key.width, key.chooses is None) for key in keys_of(both[1])] == [
+        (64, True),
+        (1 if kv_caching else 64, False),
+    ]
     runner_of(both[1]).drop()
     assert steps_of_same_tokens(both, [[5] * 70, [7], [9]], 9, kv_caching=kv_caching, **GREEDY) == 9
     assert [key.width for key in keys_of(both[1])] == ([1] if kv_caching else [])
@@ -345,34 +345,52 @@ def test_a_common_prefix_is_fed_once_and_the_rest_by_a_recorded_call() -> None:
     assert {key.width for key in keys_of(both[1])} == {1, 64}
 
 
-def test_a_recorded_call_that_another_text_interrupts_leaves_the_buffers_to_it() -> None:
-    """Without a cache, a call in the middle of a stream of the same rows is not recorded."""
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_call_in_the_middle_of_a_text_leaves_the_buffers_to_the_text(kv_caching: bool) -> None:
     both = twins()
     both[1].runner = GraphRunner(WITH_PROMPTS)
-    for kv_caching in (True, False):
-        pieces = []
-        for model in both:
-            stream, got = model.stream(Ids(), [[5, 9]], 20, kv_caching=kv_caching, **GREEDY), []
-            for piece in stream:
-                got.append(piece)
-                got.append(
-                    model.with_kv_caching(False)(torch.tensor([[1, 2, 3]], device=DEVICE), logits="last").argmax()
-                )
-            pieces.append(got)
-        assert pieces[0] == pieces[1]
-
-
-def test_without_the_cache_the_tokens_fed_are_counted_and_watched_as_on_the_plain_path() -> None:
-    both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
-    watched: list[Sequence[int]] = []
-    both[1].runner.watch = watched.append
-    fed = []
+    texts: list[list[Any]] = []
     for model in both:
-        (result,) = model.generate(Ids(), [[5, 9, 2]], 6, kv_caching=False, **GREEDY)
-        fed.append(result)
-    assert fed[0] == fed[1]
-    assert watched == [[length] for length in range(4, 9)]
+        other, got = model.with_kv_caching(False), list[Any]()
+        for piece in model.stream(Ids(), [[5, 9]], 40, kv_caching=kv_caching, **GREEDY):
+            got += piece, int(other(torch.tensor([[1, 2, 3]], device=DEVICE), logits="last").argmax())
+        texts.append(got)
+    assert texts[0] == texts[1]
+    assert runner_of(both[1]).forwards == 80
+    assert len(runner_of(both[1])._sets) == 1
+
+
+def test_calls_of_the_model_are_recorded_if_they_are_prompts_and_no_large_cache_is_copied() -> None:
+    both = twins(replace(ARGS, max_seq_len=600))
+    recordings = recordings_of(both[1], WITH_PROMPTS)
+    ids = torch.arange(1, 301, device=DEVICE).view(1, -1) % VOCAB
+    calls = [  # rows, start, end, whether the call is the runner's, and the number of recordings after it
+        *((1, 0, 200, True, 1), (1, 200, 201, False, 1), (1, 201, 230, True, 2), (1, 230, 300, True, 3)),
+        *((2, 0, 9, True, 3), (2, 9, 20, False, 3)),
+    ]
+    caches: list[Any] = [None, None]
+    kept = []
+    with torch.inference_mode():
+        for rows, start, end, ours, recorded in calls:
+            caches = caches if start else [model.new_cache() for model in both]
+            before = runner_of(both[1]).forwards
+            fed = ids[:, start:end].repeat(rows, 1)
+            kept.append([model(fed, start, cache=one, logits="last") for model, one in zip(both, caches, strict=True)])
+            assert runner_of(both[1]).forwards == before + ours
+            assert len(recordings) == recorded, (rows, start, end)
+    for theirs, made in kept:  # a later call does not change the logits of an earlier one
+        torch.testing.assert_close(made, theirs, rtol=0, atol=1e-9)
+
+
+def test_a_prompt_at_the_end_of_the_buffers_is_plain() -> None:
+    both = twins(replace(ARGS, max_seq_len=600))
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    texts = []
+    for model in both:
+        session = model.session(Ids())
+        session.feed([3, 7, 9] * 75)  # 225 of 256 positions
+        texts.append(model.generate_tokens([[1, 2, 4]], 9, prefix=session, **GREEDY))
+    assert texts[0] == texts[1]
 
 
 def test_prompts_of_other_kinds_of_cache_are_plain() -> None:
@@ -424,6 +442,11 @@ def see_no_past(positions: Tensor, slots: int) -> tuple[Tensor, ...]:
     return (graph_ops.prepare_mask(positions, slots)[0] & (torch.arange(slots, device=positions.device) >= first),)
 
 
+def see_all_of_a_padded_call(positions: Tensor, slots: int) -> tuple[Tensor, ...]:
+    (seen,) = graph_ops.prepare_mask(positions, slots)
+    return (seen | (seen.shape[1:] == (64, 64)),)
+
+
 LAYER, LOGITS = "the output of layer 0 by plain kernels", "the plain kernels' logits are off by"
 
 
@@ -434,6 +457,7 @@ LAYER, LOGITS = "the output of layer 0 by plain kernels", "the plain kernels' lo
         ({"rotate": halve_keys}, LAYER),
         ({"gate": torch.add}, LAYER),
         ({"attention": MASKED._replace(prepare=see_no_past)}, LOGITS),
+        ({"attention": MASKED._replace(prepare=see_all_of_a_padded_call)}, LOGITS),
     ],
 )
 def test_prompts_are_plain_if_their_trial_fails(
@@ -793,6 +817,18 @@ def test_the_fastest_candidate_that_is_right_is_selected(caplog: pytest.LogCaptu
         assert fastest([first, wrong, second, same], trial) is second
     assert caplog.messages == ["fast: wrong kernels are not used: its logits are wrong"]
     assert fastest([wrong], trial) is None
+
+
+def test_triton_serves_the_gpus_that_were_measured_and_is_timed_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = twins(device="cpu")
+    own, flash = PYTORCH._replace(name="own"), PYTORCH._replace(name="plain flash")
+    monkeypatch.setattr(choose, "_own", lambda _: [own])
+    monkeypatch.setattr(choose, "plain_ops", lambda *_: [flash, PYTORCH])
+    assert list(choose.candidates(plain)) == [[own, flash], [PYTORCH]]
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    for capability, expected in (((9, 0), [[own], [flash], [PYTORCH]]), ((8, 6), [[own, flash], [PYTORCH]])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, it=capability: it)
+        assert list(choose.candidates(plain)) == expected
 
 
 @pytest.mark.usefixtures("short_texts")

@@ -20,6 +20,7 @@ from tiny import tiny_model
 from llama.batch import Row
 from llama.fast import native_build
 from llama.fast.choose import make_fast
+from llama.fast.graph_ops import MASKED, PYTORCH
 from llama.fast.graph_runner import GraphRunner
 from llama.fast.native_runner import NativeRunner
 from llama.kv_cache import StaticCache
@@ -31,6 +32,8 @@ from llama.texts.session import Session
 
 Program = Callable[[Transformer, Options], Iterator[object]]
 SIZES: dict[str, Any] = {"max_seq_len": 160, "tied_head": False}
+# A GPU's functions that compute prompts attend in a time that depends on the texts, not on the buffers.
+WITH_PROMPTS = PYTORCH._replace(prompts=True, attention=MASKED._replace(by_text=True))
 
 
 class Forgetful(StaticCache, kind="forgetful"):
@@ -186,12 +189,12 @@ def guessed(kind: str, kv_cache: str = "static") -> Path:
     return Path(plain, fast, facts=("tokens", "cached", "stored", "logits"), guesses=True)
 
 
-def graphs() -> Path:
-    """Return a plain model in float64, and one with recorded steps, which run unrecorded without a GPU."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    both = [tiny_model(replace(ARGS, **SIZES), dtype=torch.float64).to(device).requires_grad_(False) for _ in "ab"]
-    both[1].runner = GraphRunner()
-    return Path(*both, atol=1e-9, facts=("tokens", "cached", "stored"))
+def graphs(*, kv_caching: bool = True) -> Path:
+    """Return a plain model in float64, and one with recorded calls, which run unrecorded without a GPU."""
+    device, args = "cuda" if torch.cuda.is_available() else "cpu", replace(ARGS, **SIZES, kv_caching=kv_caching)
+    both = [tiny_model(args, dtype=torch.float64).to(device).requires_grad_(False) for _ in "ab"]
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    return Path(*both, atol=1e-9, facts=("tokens", "cached", "stored") if kv_caching else ("tokens",))
 
 
 PATHS: dict[str, Callable[[], Path]] = {
@@ -208,4 +211,5 @@ PATHS: dict[str, Callable[[], Path]] = {
     **{f"guessed exact, {kind}": partial(guessed, "exact", kind) for kind in ("paged", "concat")},
     "guessed int8, paged": partial(guessed, "int8", "paged"),
     "graphs": graphs,
+    "graphs, uncached": partial(graphs, kv_caching=False),
 }
