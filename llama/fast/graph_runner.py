@@ -69,7 +69,8 @@ class GraphRunner:
     """The buffers and graphs of a model's steps and prompts. `forwards` counts both.
 
     ops: the functions of steps and prompts.
-    in_use: acquired by the one text that uses the buffers; other texts have no recorded calls meanwhile.
+    in_use: acquired by the one text that uses the buffers; other texts have no recorded calls meanwhile. A single call
+        also acquires `_in_call`: a text that begins waits for it.
     """
 
     exact: bool | None = None
@@ -81,7 +82,7 @@ class GraphRunner:
         self.forwards = 0
         self.watch: Callable[[Sequence[int]], None] | None = None
         self._sets: list[DecodeBuffers] = []  # the latest first
-        self.in_use = Lock()
+        self.in_use, self._in_call = Lock(), Lock()
         self._descriptions = Descriptions(_describe)
         self._retired = False
         self._warn = WarnOnce(logger)
@@ -150,14 +151,18 @@ class GraphRunner:
         own, bsz = next((buffers for buffers in self._sets if buffers.fed is tokens), None), len(rows.starts)
         width = None if own is not None else padded_width(bsz, rows.width)
         # Several rows of a cache of their own would need as much memory again.
-        if width is None or (cache is not None and bsz > 1) or not self.in_use.acquire(blocking=False):
+        if width is None or (cache is not None and bsz > 1) or self.in_use.locked():
             yield own
             return
-        try:
-            empty = None if cache is None else model.new_cache(cache.kind)
-            yield self.buffers_for(model, bsz, max(rows.starts) + width, empty)
-        finally:
-            self.in_use.release()
+        with self._in_call:
+            if not self.in_use.acquire(blocking=False):  # a text began meanwhile
+                yield None
+                return
+            try:
+                empty = None if cache is None else model.new_cache(cache.kind)
+                yield self.buffers_for(model, bsz, max(rows.starts) + width, empty)
+            finally:
+                self.in_use.release()
 
     def prompt(
         self, model: Transformer, buffers: DecodeBuffers, tokens: Tensor, rows: Rows, cache: Cache | None, width: int
@@ -190,8 +195,9 @@ class GraphRunner:
         if request.schema is not None:
             logger.info("fast: CUDA graphs choose by no schema, so the plain path runs this batch")
             return None
-        if not self.in_use.acquire(blocking=False):
-            return None
+        with self._in_call:
+            if not self.in_use.acquire(blocking=False):
+                return None
         rows, length = len(request.prompts), request.longest
         made: GraphStepper | None = None
         try:

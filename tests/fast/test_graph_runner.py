@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from threading import Event
 from typing import Any
 
 import pytest
@@ -380,6 +381,29 @@ def test_calls_of_the_model_are_recorded_if_they_are_prompts_and_no_large_cache_
             assert len(recordings) == recorded, (rows, start, end)
     for theirs, made in kept:  # a later call does not change the logits of an earlier one
         torch.testing.assert_close(made, theirs, rtol=0, atol=1e-9)
+
+
+def test_a_text_waits_for_another_thread_s_recorded_prompt_and_has_the_graphs_then() -> None:
+    plain, fast = twins()
+    feeding, beginning = Event(), Event()
+
+    class Slow(Recorder):
+        def __call__(self, step: Replay) -> Replay:
+            feeding.set()
+            beginning.wait(9)
+            time.sleep(0.01)
+            return super().__call__(step)
+
+    fast.runner = GraphRunner(WITH_PROMPTS, Slow)
+
+    def generate() -> Any:
+        feeding.wait(9)
+        beginning.set()
+        return fast.generate_tokens(PROMPTS, 9, **GREEDY)
+
+    fed, made = in_threads(lambda: fast.session(Ids()).feed(PROMPTS[0]), generate)
+    assert (fed, made) == (len(PROMPTS[0]), plain.generate_tokens(PROMPTS, 9, **GREEDY))
+    assert runner_of(fast).forwards == 1 + 9
 
 
 def test_a_prompt_at_the_end_of_the_buffers_is_plain() -> None:
@@ -958,6 +982,23 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_allocator_as_they_were(e
     cuda.end_fails = False
     Recorder(torch.device("cuda:0"))(lambda: None)
     assert not cuda.under_way
+
+
+def test_the_memory_of_recordings_counts_when_buffers_are_kept(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:0")
+    records = [Recorder(device) for _ in range(3)]
+    pools = [*(record.pool for record in records[:2]), records[0].pool, (0, 99)]
+    segments = [{"segment_pool_id": [*pool], "total_size": 10**n} for n, pool in enumerate(pools)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 16 * 115))
+    assert [record.nbytes for record in records] == [101, 10, 0]
+    model, fast = twins(device="cpu")
+    weights = runner_of(fast).describe(model)
+    sets = [DecodeBuffers(model, weights, 1, 8, None, record) for record in records]
+    assert graph_runner._within_memory(sets, device) == sets
+    cached = DecodeBuffers(model, weights, 1, 8, model.new_cache(), records[1])
+    assert cached.nbytes == 10 + sum(tensor.nbytes for pair in cached.keys_values for tensor in pair) > 115
+    assert graph_runner._within_memory([sets[0], cached, sets[2]], device) == sets[:1]
 
 
 def test_models_in_several_threads_record_one_at_a_time(cuda: FakeCuda) -> None:

@@ -1,11 +1,13 @@
 """Every fast path of a CUDA device gives what the plain path gives there.
 
-    pytest -m gpu tests/gpu --log-cli-level=INFO    # also logs the time of a step by each set of kernels
+    pytest -m gpu tests/gpu --log-cli-level=INFO    # also logs the times of steps and prompts by each set of kernels
 
 `--slow` adds the contract of every kind of cache. Without a device these tests are skipped.
 """
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -19,10 +21,11 @@ from llama.args import ModelArgs
 from llama.costs import RELEASED
 from llama.fast.choose import candidates
 from llama.fast.graph_ops import FLASH, MASKED, GraphOps
-from llama.fast.graph_runner import GraphRunner
-from llama.fast.graph_trial import try_prompts, try_steps
+from llama.fast.graph_runner import GraphRunner, prompt_logits
+from llama.fast.graph_trial import TOLERANCE, try_prompts, try_steps
 from llama.kv_cache import KVCache
 from llama.model import Transformer
+from llama.rows import Rows
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 logger = logging.getLogger(__name__)
@@ -33,10 +36,12 @@ ODD = ModelArgs(
     tied_head=True,
 )  # fmt: skip
 LARGE = replace(RELEASED["llama-3.2-1b"], max_seq_len=2048)
+QWEN = replace(LARGE, attention_bias=True, qk_norm=True)
 KERNELS = ("Triton", "plain flash", "plain")
 ROWS = (1, 3, 17)  # one row, several, and many
 KINDS = sorted(name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama."))
-DTYPES = (torch.float32, torch.bfloat16)
+MODELS = {"float32": (LARGE, torch.float32), "bfloat16": (LARGE, torch.bfloat16), "Qwen": (QWEN, torch.bfloat16)}
+PROMPTS = [(1, 64), (1, 256), (8, 256), (1, 2048)]  # rows and tokens of each
 
 
 def random_model(args: ModelArgs, dtype: torch.dtype) -> Transformer:
@@ -73,9 +78,20 @@ def odd() -> Tried:
     return tried(ODD, torch.float32)
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+@pytest.fixture(scope="module", params=MODELS.values(), ids=list(MODELS))
 def large(request: pytest.FixtureRequest) -> Tried:
-    return tried(LARGE, request.param)
+    return tried(*request.param)
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Return the time of a call, from the mean of ten after two."""
+    for count in (2, 10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 100
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -104,6 +120,49 @@ def test_steps_and_prompts_are_those_of_the_modules_at_the_sizes_of_llama_1b(lar
         logger.info("a step of %s kernels in %s takes %.3f ms with %d rows", name, model.dtype, 1e3 * seconds, rows)
     if ops.prompts:
         try_prompts(model, ops)
+
+
+@pytest.mark.parametrize("name", KERNELS[:2])
+@pytest.mark.parametrize("kv_caching", [True, False])
+@pytest.mark.parametrize(("rows", "width"), PROMPTS)
+def test_recorded_prompts_are_those_of_the_modules(
+    large: Tried, name: str, kv_caching: bool, rows: int, width: int
+) -> None:
+    ops, model = large.kernels(name), large.model.with_kv_caching(kv_caching)
+    runner, lengths = GraphRunner(ops), Rows.at([0] * rows, [width] * rows, prompt_ends=True)
+    with torch.inference_mode():
+        ids = torch.randint(LARGE.vocab_size, (rows, width), device="cuda")
+        cache = model.new_cache() if kv_caching else None
+        buffers, weights = runner.buffers_for(model, rows, width, cache), runner.describe(model)
+        run = {
+            "plain": lambda: model(ids, lengths, cache=cache, logits="last")[:, 0],
+            "unrecorded": lambda: prompt_logits(model, weights, ops, ids, lengths, cache, logits="last")[:, 0],
+            "recorded": lambda: runner.prompt(model, buffers, ids, lengths, cache, width),
+        }
+        wanted = run["plain"]()
+        for call in run.values():
+            assert (call() - wanted).abs().max() <= TOLERANCE[model.dtype] * wanted.abs().max()
+        times = ", ".join(f"{how} {milliseconds(call):.2f} ms" for how, call in run.items())
+    logger.info("%d x %d tokens, %s kernels, kv_caching=%s: %s", rows, width, name, kv_caching, times)
+
+
+@pytest.mark.parametrize("name", KERNELS[:2])
+def test_steps_without_the_cache_are_recorded_too(large: Tried, name: str) -> None:
+    """In 16 bits tokens may differ from the plain path's, so their log-probabilities by the modules are compared."""
+    model, runner = large.model, GraphRunner(large.kernels(name))
+    model.runner = runner
+    prompts = [[5, 9, 2, 44], [7] * 60]
+    try:
+        texts, logprobs = model.generate_tokens(prompts, 9, temperature=0.0, kv_caching=False, logprobs=True)
+    finally:
+        model.runner = None
+    assert runner.forwards == 9
+    assert logprobs is not None
+    for prompt, text, own in zip(prompts, texts, logprobs, strict=True):
+        with torch.inference_mode():
+            logits = model.with_kv_caching(False)(torch.tensor([prompt + text], device="cuda"))
+        theirs = logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(text, device="cuda")[:, None])
+        torch.testing.assert_close(torch.tensor(own), theirs[:, 0].cpu(), rtol=0, atol=0.1, check_dtype=False)
 
 
 def test_exact_mode_gives_the_same_bits_in_any_batch_at_the_sizes_of_llama_1b(large: Tried) -> None:
