@@ -18,7 +18,6 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from llama.ops import linear, rms_norm
 from llama.rope import rotate
-from llama.sampling import Number
 
 PART = 512  # logits of a part in `argmax`; vocabularies of 128,256 tokens have parts of 256
 
@@ -79,7 +78,7 @@ class GraphOps(NamedTuple):
     advance: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     prompts: bool = False
     step: Callable[[Tensor, LayerWeights, Shared, Tensor, Tensor], Tensor] | None = None
-    nucleus: Callable[[Tensor, Number, Number, Tensor], tuple[Tensor, Tensor]] | None = None
+    nucleus: Callable[[Tensor, float | Tensor, float | Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def shared_by_layers(attention: Attention | None, positions: Tensor, slots: int, cos: Tensor, sin: Tensor) -> Shared:

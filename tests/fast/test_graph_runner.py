@@ -412,9 +412,24 @@ def test_a_prompt_at_the_end_of_the_buffers_is_plain() -> None:
     texts = []
     for model in both:
         session = model.session(Ids())
-        session.feed([3, 7, 9] * 75)  # 225 of 256 positions
+        session.feed([3, 7, 9] * 75)
+        if model is both[1]:
+            runner_of(model).drop()  # the next buffers have 256 positions
         texts.append(model.generate_tokens([[1, 2, 4]], 9, prefix=session, **GREEDY))
     assert texts[0] == texts[1]
+    assert runner_of(both[1]).forwards == 1 + 8
+
+
+def test_a_session_without_the_cache_counts_the_tokens_that_recorded_steps_feed() -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    fed = []
+    for model in both:
+        session = model.with_kv_caching(False).session(Ids())
+        session.feed([5, 9, 2])
+        fed.append((session.generate(6, **GREEDY), session.fed))
+    assert fed[0] == fed[1]
+    assert runner_of(both[1]).forwards > 5
 
 
 def test_prompts_of_other_kinds_of_cache_are_plain() -> None:
