@@ -128,12 +128,7 @@ class Cache:
 
     def copy(self) -> "Cache":
         """Return an independent cache with the same contents. Some kinds share memory until one is written."""
-        with locked(self._call, TAKEN), locked(self._turn):
-            made = Cache([layer.copy() for layer in self.layers], self.kind)
-            made.source, made.failed_at = self.source, self.failed_at
-        if any(layer.shares_memory for layer in self.layers):
-            made._turn = self._turn
-        return made
+        return self._part(lambda layer: layer.copy())
 
     def sibling(self, length: int = 0) -> "Cache":
         """Return an empty cache of the same kind and settings, for a text of `length` positions that will `join`.
@@ -151,9 +146,13 @@ class Cache:
 
     def row_copy(self, row: int, length: int) -> "Cache":
         """Return a cache of one row, which has the first `length` positions of a row of this one."""
+        return self._part(lambda layer: layer.row_copy(row, length))
+
+    def _part(self, part: Callable[[KVCache], KVCache]) -> "Cache":
+        """Return a cache of a part of each layer. After a call that did not end, it rejects what this one rejects."""
         with locked(self._call, TAKEN), locked(self._turn):
-            made = Cache([layer.row_copy(row, length) for layer in self.layers], self.kind)
-            made.source = self.source
+            made = Cache([part(layer) for layer in self.layers], self.kind)
+            made.source, made.failed_at = self.source, self.failed_at
         if any(layer.shares_memory for layer in self.layers):
             made._turn = self._turn
         return made

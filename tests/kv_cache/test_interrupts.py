@@ -1,5 +1,7 @@
 """After a call that did not end, a cache and a session give the right result or refuse by name."""
 
+import copy
+import pickle
 import random
 from threading import Thread
 
@@ -92,6 +94,22 @@ def test_after_a_step_that_failed_a_text_goes_on_from_where_the_cache_can_be_tru
     assert cache.truncate(40) == all(layer.keeps_past for layer in cache.layers)
     if cache.failed_at is None:
         assert torch.equal(model(text[:, 40:], 40, cache=cache), model(text[:, 40:], 40, cache=other))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["static", "paged"])
+def test_a_copy_of_a_cache_after_a_call_that_failed_refuses_what_the_cache_refuses(kind: str) -> None:
+    model, text = tiny_model(head_dim=32, max_seq_len=128, dtype=torch.float32), some_tokens(1, 60)
+    cache = model.new_cache(kind)
+    model(text[:, :40], cache=cache)
+    with failing(model.layers[1], MemoryError), pytest.raises(MemoryError):
+        model(text[:, 40:50], 40, cache=cache)
+    copies = [cache.copy(), cache.row_copy(0, 40), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    for one in copies:
+        with pytest.raises(ValueError, match="did not end"):
+            model(text[:, 40:], 40, cache=one)
+        with pytest.raises(ValueError, match="did not end"):
+            model.new_cache(kind).join(one, 0, 40)
 
 
 @torch.inference_mode()
