@@ -1,6 +1,8 @@
 """Kinds that keep the keys with the highest scores: what is dropped is gone, and what stays is what the method says."""
 
 import functools
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -399,16 +401,27 @@ def test_heads_with_budgets_of_their_own_keep_them_at_every_step() -> None:
         assert all(list(map(len, kept(layer)[0])) == [6, 3] for layer in cache.layers)
 
 
-def test_h2o_adds_up_what_a_key_has_received_and_keeps_the_newest_half() -> None:
+def test_h2o_adds_up_what_a_key_has_received_since_it_came_and_keeps_the_newest_half() -> None:
+    """Layer 0 is computed again by loops: its queries and keys depend on tokens and positions alone."""
     model, tokens, cache = prompted("h2o:6", 12)
-    layer = cache.layers[0]
-    own, scores = kept(layer)[0], layer.state()["kept_scores"].unflatten(0, (2, 6))
-    received = _received(model, tokens, 12)
-    for head in range(2):
-        assert own[head][3:] == [9, 10, 11]
-        best = received[head, :9].topk(3).indices.sort().values.tolist()
-        assert own[head][:3] == best
-        assert torch.allclose(scores[head, :3].double(), received[head, best], atol=1e-6)
+    attention, x = model.layers[0].attention, model.layers[0].attention_norm(model.tok_embeddings(tokens[:, :30]))
+    cos, sin = RopeTable.of(model.args).up_to(30, x.device)
+    xq, xk = (rotate(w(x).unflatten(-1, (-1, 8)), (cos[:30], sin[:30])) for w in (attention.wq, attention.wk))
+    totals = [dict.fromkeys(range(12), 0.0) for _ in range(2)]  # what each kept key of a KV head has received
+    for end in range(12, 31):
+        for head, total in enumerate(totals):
+            total.setdefault(end - 1, 0.0)
+            for query, of in itertools.product(range(12) if end == 12 else [end - 1], (2 * head, 2 * head + 1)):
+                seen = [key for key in total if key <= query]
+                scores = [math.exp(float(xq[0, query, of] @ xk[0, key, head]) / math.sqrt(8)) for key in seen]
+                for key, score in zip(seen, scores, strict=True):
+                    total[key] += score / sum(scores) / 2  # the mean of the two query heads
+            best = sorted(list(total)[:-3], key=lambda key: -total[key])[:3]
+            totals[head] = {key: total[key] for key in total if key in best or key >= end - 3}
+        assert kept(cache.layers[0])[0] == [list(total) for total in totals]
+        wanted = [received for total in totals for received in total.values()]
+        assert cache.layers[0].state()["kept_scores"].tolist() == pytest.approx(wanted, abs=1e-5)
+        model(tokens[:, end : end + 1], end, cache=cache)
 
 
 def _received(model: Transformer, tokens: Tensor, length: int) -> Tensor:
