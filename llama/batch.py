@@ -176,13 +176,13 @@ class Batch:
         self.rows = [self.rows[place] for place in places]
         return places
 
-    def guesses(self) -> list[list[int]]:
+    def guesses(self, limit: int) -> list[list[int]]:
         """Return a guess of each row's next tokens, which may be empty.
 
         A guess leaves at least one token of the row's length to be chosen. The longest one, to which the others are
-        padded, ends before the positions that were reserved do.
+        padded, ends before the positions that were reserved do, and before `limit`, the model's, which may be lowered.
         """
-        capacity = max(row.prompt_len + row.max_new for row in self.rows) - max(self.cur_pos)
+        capacity = min(limit, max(row.prompt_len + row.max_new for row in self.rows)) - max(self.cur_pos)
         return [
             [] if row.guesser is None else row.guesser.guess(row.ids, min(capacity, row.max_new - row.made - 1))
             for row in self.rows

@@ -108,7 +108,7 @@ class PlainStepper:
     def _guessed(self, width: Width) -> Iterator[Chosen]:
         """Yield the choices of one call: of a step, or of guesses if these make more tokens a second."""
         began, rows = thread_time(), self.batch.rows
-        guesses = self.batch.guesses()  # first: it updates the chances
+        guesses = self.batch.guesses(self.model.args.max_seq_len)  # first: it updates the chances
         guesses = width.cut(guesses, [0.0 if row.guesser is None else row.guesser.chance for row in rows])
         made = self._verify(guesses) if any(guesses) else self._step()
         stepped = isinstance(made, Chosen)

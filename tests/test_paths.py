@@ -208,9 +208,8 @@ BETWEEN = {change.__name__: change for change in (*OURS, limit_the_length, choos
 # every change.
 SOME = ("edit_in_place", "assign_a_parameter", "double", "take_a_layer", "hook_that_changes", "break_a_shape")
 BETWEEN |= {name: CHANGES[name] for name in (*SOME, "replace_a_method_of_the_model")}
-# A guess relies on the request, and errors name the tokens of a call. In few bits, plain calls that verify guesses
-# round differently from plain steps.
-NOT_GUESSED = ("limit_the_length", "switch_off_each_layer", "break_a_shape")
+# Errors name the tokens of a call. In few bits, plain calls that verify guesses round differently from plain steps.
+NOT_GUESSED = ("switch_off_each_layer", "break_a_shape")
 CHANGED = [
     *(("graphs, uncached", change) for change in BETWEEN),
     *((name, change) for name in CACHED if not name.startswith("guessed") for change in BETWEEN),
@@ -243,7 +242,7 @@ def changing(model: Transformer, how: Options, *, change: str | None, room: list
         *(case for case in CHANGED if case[0] == "native static"),
         *(("graphs", change) for change in SOME),
         *(("graphs, uncached", change) for change in SOME[1:5:3]),
-        *(("guessed fp32", change) for change in SOME[:5:2]),
+        *(("guessed fp32", change) for change in (*SOME[:5:2], "limit_the_length")),
     ),
 )
 def test_a_change_between_two_tokens_takes_effect_at_the_next_one(name: str, change: str) -> None:

@@ -117,7 +117,8 @@ class NativeRunner:
             description = self._descriptions.of(model).description
         except Unsupported:
             return object()
-        return description, self._descriptions.writes(model), self.may_step(model), caching_of(model), model.source
+        switches = self.may_step(model), caching_of(model), model.args, model.source
+        return description, self._descriptions.writes(model), switches
 
     def cache_of(self, cache: Cache) -> NativeCache:
         """Return the cache as native code reads it."""
