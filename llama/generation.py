@@ -182,8 +182,21 @@ class PlainStepper:
         """
         fed = [[row.ids[-1], *guess] for row, guess in zip(self.batch.rows, guesses, strict=True)]
         starts, lengths = [pos - 1 for pos in self.batch.cur_pos], list(map(len, fed))
-        logits = self._feed(padded(fed, self.device), Rows.at(starts, lengths), "all")
+        tokens, rows = padded(fed, self.device), Rows.at(starts, lengths)
+        self._announce(tokens, rows)
+        if self.leaves_guesses:  # the model has changed, perhaps by `on_step`
+            self.width = None
+            return None
+        logits = self._forward(tokens, rows, "all")
         return torch.cat([own[:length] for own, length in zip(logits, lengths, strict=True)])
+
+    @property
+    def leaves_guesses(self) -> bool:
+        """Whether the plain path would run calls that verify guesses, and these would have other bits than steps."""
+        runner = self.model.runner
+        if runner is None:
+            return False
+        return runner.plain_prompts or (runner.exact is not None and runner.left(self.model, self.cache) != "none")
 
     def _pick(self, logits: Tensor, samplers: Sequence[Sampler], draws: Tensor) -> Chosen:
         """Return the choices from logits, (n, vocab), by n samplers and draws."""
@@ -214,13 +227,19 @@ class PlainStepper:
 
     def _feed(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"] = "last") -> Tensor:
         """Call `on_step`, then the model, with tokens[:, prev_pos:cur_pos]; return the logits."""
+        self._announce(fed, rows)
+        return self._forward(fed, rows, logits)
+
+    def _announce(self, fed: Tensor, rows: Rows) -> None:
         batch, on_step = self.batch, self.batch.request.on_step
         if on_step is not None:
             ids = [row[:length] for row, length in zip(fed.tolist(), rows.lengths, strict=True)]
             cur_pos = list(map(add, rows.starts, rows.lengths))
             numbers = [row.number for row in batch.rows[: len(ids)]]
             on_step(Step(numbers, list(rows.starts), cur_pos, ids, self.cache))
-        batch.fed += sum(rows.lengths)
+
+    def _forward(self, fed: Tensor, rows: Rows, logits: Literal["all", "last"]) -> Tensor:
+        self.batch.fed += sum(rows.lengths)
         return self.model(fed, rows, cache=self.cache, logits=logits)
 
     def _share_prefix(self) -> int:
@@ -272,8 +291,8 @@ def make_stepper(model: LanguageModel, batch: Batch, cache: Cache | None) -> Ste
     if made is not None:
         return made
     plain = PlainStepper(model, batch, cache)
-    if model.runner is not None and model.runner.plain_prompts:
-        plain.width = None  # a call that verifies guesses would be a prompt, which has other bits than steps here
+    if plain.width is not None and plain.leaves_guesses:
+        plain.width = None
     return plain
 
 

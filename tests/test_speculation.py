@@ -227,17 +227,29 @@ def test_a_call_that_the_plain_path_would_run_verifies_no_guess(monkeypatch: pyt
 
 @needs_a_compiler
 @pytest.mark.usefixtures("always")
-def test_a_text_that_the_plain_path_continues_has_no_guess_from_then_on() -> None:
-    model, fed = guessed("int8").fast, list[int]()
+@pytest.mark.parametrize("who", ["the reader", "the reader, beside an on_step", "an on_step"])
+def test_a_text_that_the_plain_path_continues_has_no_guess_from_then_on(who: str) -> None:
+    model, fed, steps = guessed("int8").fast, list[int](), list[Step]()
     guess = noisy(PROMPTS[:1], model.generate_tokens(PROMPTS[:1], 30, temperature=0.0)[0])
-    before, tokens = served(model), model.stream(Ids(), PROMPTS[:1], 30, temperature=0.0, speculate=guess)
+
+    def hook() -> None:
+        model.layers[0].register_forward_hook(lambda _, inputs, __: fed.append(inputs[0].shape[1]))
+
+    def on_step(step: Step) -> None:
+        steps.append(step)
+        if who == "an on_step" and len(steps) == 3:
+            hook()
+
+    how: Options = {"temperature": 0.0, "on_step": None if who == "the reader" else on_step}
+    before, tokens = served(model), model.stream(Ids(), PROMPTS[:1], 30, speculate=guess, **how)
     made = [next(tokens) for _ in range(5)]
     assert served(model) - before < len(made), "nothing was guessed"
-    hook = model.layers[0].register_forward_hook(lambda _, inputs, __: fed.append(inputs[0].shape[1]))
+    if who != "an on_step":
+        hook()
     made += tokens
-    hook.remove()
     assert len(made) == 30
     assert set(fed) == {1}
+    assert [len(step.ids[0]) for step in steps[-len(fed) :]] == [1] * len(fed) * bool(steps)
 
 
 @needs_a_compiler
