@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Literal, NamedTuple
 
+from llama.batch import SchemaFailed
 from llama.request import Options, Step
 from llama.serve.metrics import Metrics
 from llama.serve.requests import Refused, in_openai_s_words
@@ -222,7 +223,7 @@ class Engine:
         fed = text.prompt_len - text.reused + made - (finish != "stop" or text.read.stopped)
         fed += text.guesses[0] - text.guesses[1]
         nbytes = self._writer.texts.nbytes if job.with_bytes else None
-        error = None if text.error is None else Refused(str(text.error), 500)
+        error = None if text.error is None else _failed(text.error)
         if finish and job.checked:
             self._unchecked.append((job, completion))
         gained = Update(piece, tokens_of(completion, job.last.made), fed, text.reused, text.guesses, nbytes)
@@ -273,7 +274,7 @@ class Engine:
                 last = Update("", tokens_of(result, job.last.made), fed, nbytes=0)
                 yield last._replace(finish=result["finish_reason"], whole=result)
             except Exception as error:
-                yield Update(error=Refused(str(error), 500))
+                yield Update(error=_failed(error))
 
         return updates()
 
@@ -302,6 +303,13 @@ class Engine:
         metrics.predicted.set(texts.predicted_bytes)
         if done.set_running_or_notify_cancel():  # else the request was cancelled meanwhile
             done.set_result(None)
+
+
+def _failed(error: Exception) -> Refused:
+    """Return the answer for a text that has failed after it began; the client's own schema may be too complex."""
+    if isinstance(error, SchemaFailed):
+        return Refused(str(error).replace("schema:", "response_format:", 1), param="response_format")
+    return Refused(str(error), 500)
 
 
 def tokens_of(completion: Completion, seen: int = 0) -> tuple[tuple[int, float | None], ...]:

@@ -88,9 +88,15 @@ def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
     assert [served.complete("a", service_tier=tier).status for tier in ("auto", "default", "flex")] == [200, 200, 400]
 
 
+# llguidance builds more and more of such a pattern while the text grows, up to a limit.
+GROWING = "|".join(f"((a|b)*{'ab'[i % 2]}(a|b){{{400 + 7 * i}}}{'ba'[i % 2]})+" for i in range(100))
 FORMS = {"json_object": {"type": "json_object"}} | {
     name: {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
-    for name, schema in (("const", {"const": ["a", 1]}), ("wrong", {"type": "foo"}))
+    for name, schema in {
+        "const": {"const": ["a", 1]},
+        "wrong": {"type": "foo"},
+        "late": {"type": "string", "pattern": f"^({GROWING})+$"},
+    }.items()
 }
 
 
@@ -107,6 +113,22 @@ def test_an_answer_has_the_form_that_response_format_asks_for() -> None:
         error = server.complete("a", response_format=FORMS["wrong"]).json["error"]
         assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
         assert error["message"].endswith("is refused by llguidance: Invalid type: foo")
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_schema_that_becomes_too_complex_in_the_middle_of_a_text_is_the_client_s_error(kv_caching: bool) -> None:
+    with serving(tokenizer=Letters()) as server:
+        server.model.vocab_size = 128
+        late = {"response_format": FORMS["late"], "kv_caching": kv_caching, "max_tokens": 390, "seed": 1}
+        stream, whole = (server.complete("a", stream=stream, **late) for stream in (True, False))
+        assert (whole.status, stream.status) == (400, 200)
+        *parts, end = stream.events
+        assert len(parts) > 50
+        for error in (whole.json["error"], end["error"]):
+            assert (error["param"], error["type"]) == ("response_format", "invalid_request_error")
+            assert error["message"].startswith("response_format: llguidance cannot go on at token ")
+        assert server.metric("request_failure_total") == 2
+        assert b'request_failure_total{reason="refused"} 2' in server.ask("/metrics").body
 
 
 @table(
