@@ -112,7 +112,14 @@ class _Vocabulary:
         wrapped: Any = _Tokens(tokenizer, size, ends)
         self.size = size
         self._tokens: LLTokenizer = LLTokenizer(wrapped, n_vocab=max(size, *ends) + 1, eos_token=ends)
-        self.schema = lru_cache(maxsize=16)(self._compiled)
+        self._lately = lru_cache(maxsize=16)(self._compiled)
+
+    def schema(self, text: str) -> Schema:
+        """Return a compiled schema, a new one if a text has failed: its further texts would fail at once."""
+        (first := self._lately(text).matcher()).mask()
+        if first.error:
+            self._lately.cache_clear()
+        return self._lately(text)
 
     def _compiled(self, text: str) -> Schema:
         from llguidance import LLMatcher
