@@ -4,6 +4,9 @@ Knows the bytes of tokens; does not know models, logits or sampling. llguidance 
 """
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 LONGEST = 1 << 16  # characters of a schema
+SECONDS, WALL_SECONDS = 2.0, 10.0  # of CPU, and at all, to compile a client's schema; Windows has no first limit
 ANY_OBJECT = {"type": "object"}  # OpenAI's json_object
 # What a schema cannot change by its own `x-guidance`: texts are JSON, keywords are never ignored, and a text cannot
 # consist of spaces without end.
@@ -30,6 +34,19 @@ _FIXED: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
+# A process that ends at the limit, or once a schema was compiled or refused.
+_CHILD = """
+import json, signal, sys
+if hasattr(signal, "setitimer"):
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
+sys.path[:] = sys.argv[2:]
+from llguidance import LLMatcher
+text, fixed = json.load(sys.stdin)
+try:
+    LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=fixed))
+except ValueError:
+    pass
+"""
 
 
 def llguidance_version() -> str | None:
@@ -77,8 +94,11 @@ class Schema:
         return self._begin.copy()
 
 
-def schema_of(given: Any, tokenizer: Any, vocab_size: int) -> Schema | None:
+def schema_of(given: Any, tokenizer: Any, vocab_size: int, *, limited: bool = False) -> Schema | None:
     """Return a JSON Schema, given as a mapping or the text of one, for a tokenizer and the ids of a model.
+
+    limited: also refuse a schema that takes long to compile, which a process finds out: it may take any time,
+    in native code that this process could not stop.
 
     Raises ValueError without llguidance, for a schema that it refuses, and for a tokenizer without bytes of tokens.
     """
@@ -91,11 +111,11 @@ def schema_of(given: Any, tokenizer: Any, vocab_size: int) -> Schema | None:
     if not text.lstrip().startswith("{"):
         raise ValueError(f"schema={text:.60} must be a JSON Schema: an object in braces")
     if len(text) > LONGEST:
-        raise ValueError(f"a schema of {len(text):,} characters is too long: at most {LONGEST:,} compile in a second")
+        raise ValueError(f"a schema of {len(text):,} characters is too long: at most {LONGEST:,}")
     known = _VOCABULARIES.get(tokenizer)
     if known is None or known.size != vocab_size:
         known = _VOCABULARIES[tokenizer] = _Vocabulary(tokenizer, vocab_size)
-    return known.schema(text)
+    return known.schema(text, limited)
 
 
 class _Vocabulary:
@@ -114,16 +134,18 @@ class _Vocabulary:
         self._tokens: LLTokenizer = LLTokenizer(wrapped, n_vocab=max(size, *ends) + 1, eos_token=ends)
         self._lately = lru_cache(maxsize=16)(self._compiled)
 
-    def schema(self, text: str) -> Schema:
+    def schema(self, text: str, limited: bool) -> Schema:
         """Return a compiled schema, a new one if a text has failed: its further texts would fail at once."""
-        (first := self._lately(text).matcher()).mask()
+        (first := self._lately(text, limited).matcher()).mask()
         if first.error:
             self._lately.cache_clear()
-        return self._lately(text)
+        return self._lately(text, limited)
 
-    def _compiled(self, text: str) -> Schema:
+    def _compiled(self, text: str, limited: bool) -> Schema:
         from llguidance import LLMatcher
 
+        if limited:
+            _check_time(text)
         try:
             matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text, overrides=_FIXED), log_level=0)
             if not (why := matcher.get_error()):
@@ -134,6 +156,19 @@ class _Vocabulary:
         if why:
             raise ValueError(f"schema={text:.60} is refused by llguidance: {why.splitlines()[0]}")
         return Schema(text, Matcher(matcher, self.size))
+
+
+def _check_time(text: str) -> None:
+    """Raise ValueError for a schema that takes longer than the limit to compile."""
+    command = [sys.executable, "-I", "-S", "-c", _CHILD, str(SECONDS), *sys.path]
+    given = json.dumps([text, _FIXED]).encode()
+    try:
+        code = subprocess.run(command, input=given, capture_output=True, timeout=WALL_SECONDS, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code = -1
+    if code:
+        limit = f"{SECONDS:g} s of CPU time" if hasattr(signal, "setitimer") else f"{WALL_SECONDS:g} s"
+        raise ValueError(f"schema={text:.60} takes more than {limit} to compile; use fewer patterns, or none in allOf")
 
 
 class _Tokens:

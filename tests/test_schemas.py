@@ -286,6 +286,16 @@ def test_what_is_no_schema_is_refused_with_llguidance_s_words() -> None:
     )
 
 
+def test_a_schema_that_takes_too_long_to_compile_is_refused_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, patterns = Pieces(), [{"type": "string", "pattern": f"[a-z]{i}"} for i in range(30)]
+    assert schema_of(PERSON, codec, 265, limited=True)
+    monkeypatch.setattr("llama.schemas.SECONDS", 0.3)
+    with pytest.raises(ValueError, match=r"schema=.* takes more than 0.3 s of CPU time to compile; use fewer patterns"):
+        schema_of({"allOf": patterns}, codec, 265, limited=True)
+    with pytest.raises(ValueError, match="refused by llguidance: Invalid type: foo"):
+        schema_of({"type": "foo"}, codec, 265, limited=True)
+
+
 def test_a_schema_keeps_no_tokenizer_alive() -> None:
     tokenizer = Pieces()
     schema_of(PERSON, tokenizer, 265)

@@ -73,6 +73,7 @@ class App:
         self.draining = False
         self.open = 0
         self._chat: ChatFormat | None = None
+        self._compiling = asyncio.Lock()  # one schema at a time, beside the threads that all requests need
         page = _page()
         routes: list[tuple[str, Any]] = [
             ("/", lambda _: page),
@@ -183,6 +184,9 @@ class App:
         asked = read(await _body(request), chat=chat, names=self.names)
         if sum(len(reply.jobs) for reply in self.replies) >= self.places:  # before work that takes long
             raise self._busy()
+        if asked.options.get("schema") is not None:
+            async with self._compiling:
+                await run_in_threadpool(self._compile, asked)
         prompts = await run_in_threadpool(self._encoded, asked)
         choices = (prompt for prompt in prompts for _ in range(asked.n))
         jobs = [self._job(asked, prompt, index) for index, prompt in enumerate(choices)]
@@ -195,17 +199,17 @@ class App:
         request.scope["answer"] = answer = Answer(asked, jobs, engine.tokenizer, **head)
         return Reply(self, jobs, answer)
 
-    def _encoded(self, asked: Asked) -> list[list[int]]:
-        """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process.
-
-        Compile the schema, which may also take long.
-        """
-        tokenizer, ids = self.engine.tokenizer, []
+    def _compile(self, asked: Asked) -> None:
+        """Compile the schema, in a thread beside the loop. Raises Refused."""
+        size = self.engine.model.args.vocab_size
         try:
-            if (schema := asked.options.get("schema")) is not None:
-                asked.options["schema"] = schema_of(schema, tokenizer, self.engine.model.args.vocab_size)
+            asked.options["schema"] = schema_of(asked.options["schema"], self.engine.tokenizer, size, limited=True)
         except ValueError as error:
             raise Refused(str(error).replace("schema=", "response_format: "), param="response_format") from None
+
+    def _encoded(self, asked: Asked) -> list[list[int]]:
+        """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""
+        tokenizer, ids = self.engine.tokenizer, []
         try:
             for prompt in asked.prompts:
                 if asked.chat:

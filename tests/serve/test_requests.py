@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -128,6 +130,24 @@ def test_a_schema_that_becomes_too_complex_in_the_middle_of_a_text_is_the_client
         assert (end["error"]["param"], end["error"]["type"]) == ("response_format", "invalid_request_error")
         assert end["error"]["message"].startswith("response_format: llguidance cannot go on at token ")
         assert b'request_failure_total{reason="refused"} 2' in server.ask("/metrics").body
+
+
+def test_schemas_of_many_requests_are_compiled_one_at_a_time_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    def compiled(*_: object, limited: bool) -> None:
+        nonlocal running, most
+        assert limited
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+
+    monkeypatch.setattr("llama.serve.app.schema_of", compiled)
+    with serving(tokenizer=Letters()) as server, ThreadPoolExecutor() as threads:
+        form = {"response_format": FORMS["json_object"], "max_tokens": 1}
+        assert {got.status for got in threads.map(lambda _: server.complete("a", **form), range(5))} == {200}
+    assert most == 1
 
 
 @table(
