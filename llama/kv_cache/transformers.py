@@ -130,6 +130,11 @@ class KindLayer(DynamicLayer):  # type: ignore[misc]
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Tensor:
         """Store keys and values, (bsz, heads, width, head_dim), and return attention, (bsz, width, heads, head_dim)."""
         self.cache.unread = None
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise ValueError(
+                "gradients cannot flow through a KindCache: run the model under torch.no_grad(), or train without "
+                "past_key_values"
+            )
         call, kind = self.cache.call_at(self.cumulative_length, query, mask, given["position_ids"]), self.kind
         rows, rope = call.rows, kind.rope
         xq, xk, xv = (_moved(each.transpose(1, 2), call.new, call.places) for each in (query, key, value))
@@ -175,7 +180,10 @@ class Call(NamedTuple):
         if not torch.equal(real[:, :begin], before):
             raise ValueError("the attention mask hides tokens that are stored, or shows padding of an earlier call")
         if not bool(((position_ids == positions) | ~new).all()):
-            raise ValueError("position_ids must count the tokens of each row without padding, as those of generate do")
+            raise ValueError(
+                "position_ids must count the tokens of each row without padding, from those that are stored on; with "
+                "use_cache=False generate feeds these again: leave that out"
+            )
         rows = Rows.at(before.sum(1).tolist(), new.sum(1).tolist(), prompt_ends=begin == 0)
         places = torch.arange(rows.width, device=real.device) < torch.tensor(rows.lengths, device=real.device)[:, None]
         return Call(mask, position_ids, begin, real, new, rows, new if set(rows.lengths) == {width} else places)

@@ -321,3 +321,12 @@ def test_a_call_that_a_kind_would_compute_otherwise_is_refused() -> None:
             model.generate(PROMPTS[1:], past_key_values=KindCache(model), max_new_tokens=3, **asked)
     model.model.layers[0].self_attn.o_proj = nn.Sequential(model.model.layers[0].self_attn.o_proj)  # as a quantised one
     refused("reads the weight of o_proj, a Sequential", PROMPTS, KindCache(model, "criticalkv"))
+
+
+def test_gradients_and_use_cache_false_are_refused_as_what_they_are() -> None:
+    model = model_of("llama", eos_token_id=None)
+    with pytest.raises(ValueError, match=r"gradients cannot .* torch.no_grad\(\), or train without past"):
+        model(PROMPTS[1:], past_key_values=KindCache(model))
+    for given in ({"inputs": PROMPTS[1:]}, {"inputs": PROMPTS, "attention_mask": MASK}):
+        with pytest.raises(ValueError, match="with use_cache=False generate feeds these again: leave that out"):
+            model.generate(**given, past_key_values=KindCache(model), use_cache=False, max_new_tokens=3)
