@@ -21,6 +21,7 @@ from tiny import some_tokens, tiny_model
 from llama.batch import NonFiniteLogits
 from llama.kv_cache import Cache, KVCache, StaticCache
 from llama.model import Transformer
+from llama.speculation import EveryGuess
 from llama.texts.many import Writer, steady
 from llama.texts.scheduler import Text, Texts
 
@@ -328,14 +329,17 @@ def test_guesses_change_no_completion_and_are_counted() -> None:
 
 def test_a_stop_string_among_several_tokens_of_a_step_ends_the_text_there() -> None:
     model, loop = Remembering(max_seq_len=200, repeats=True), [1, 2, 3] * 9
-    expected = model.generate(Ids(), [loop], 80, temperature=0)[0]["ids"]
+    expected, behind = model.generate(Ids(), [loop], 80, temperature=0)[0]["ids"], False
     for at in range(20, 32):
         stop = " ".join(map(str, expected[:at]))
-        writer = Writer(model, Ids(), speculate="lookup")
-        text = writer.add(loop, 80, stop, temperature=0)
+        writer = Writer(model, Ids())
+        text = writer.add(loop, 80, stop, temperature=0, speculate=EveryGuess("lookup"))
         while not writer.texts.idle:
             list(writer.step())
+        assert text.row is not None
+        behind = behind or text.prompt_len + at < len(text.row.ids)
         assert (text.read.completion["ids"], text.read.completion["finish_reason"]) == (expected[:at], "stop")
+    assert behind, "no step had tokens behind the stop string"
 
 
 def test_completions_come_as_they_end_or_in_order() -> None:
