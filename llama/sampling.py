@@ -8,7 +8,7 @@ import copy
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,11 +192,14 @@ def choose(
     *,
     whole: bool | None = None,
     allowed: Tensor | None = None,
+    nucleus: Callable[[Tensor, Number, Number, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the next token of every row from (bsz, vocab) logits, and mark it in `seen`.
 
     seen: (bsz, vocab) bool, read with a penalty only. draws: a random number of each row. whole: see `most_likely`.
     allowed: (bsz, vocab) bool, the tokens that may be chosen; None for all.
+    nucleus: chooses as this function does from logits, temperature, top_p and draws, and returns what this function
+        returns. It is used if neither top_k nor min_p is set, and `whole` is not True.
     Returns the ids, (bsz,) int64, and the rows whose ids are certain, (bsz,) bool, or None for all rows.
     """
     if settings.penalty is not None:
@@ -207,6 +210,8 @@ def choose(
     sure = None
     if settings.temperature is None or draws is None:
         chosen = logits.argmax(-1)  # the first of equals
+    elif nucleus and not whole and settings.top_p is not None and settings.top_k is None and settings.min_p is None:
+        chosen, sure = nucleus(logits, settings.temperature, settings.top_p, draws)
     else:
         probs, ids = _probabilities(logits, settings.temperature), None
         if settings.top_k is not None or settings.top_p is not None:

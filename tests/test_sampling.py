@@ -240,6 +240,30 @@ def test_choose_ahead_equals_choose_or_reports_that_it_is_unsure(
             assert sure[row]  # and often so
 
 
+def test_a_nucleus_that_is_given_replaces_the_sort_of_top_p_alone() -> None:
+    """It gets penalized logits, and the ids that it returns are marked."""
+    logits, draws = torch.tensor([[4.0, 2.0, 1.0]] * 2), torch.tensor([0.1, 0.2], dtype=torch.float64)
+    seen = torch.tensor([[True, False, False], [False, False, False]])
+    given, certain = [], torch.tensor([False, True])
+
+    def nucleus(*values: Any) -> tuple[Tensor, Tensor]:
+        given.append(values)
+        return torch.tensor([2, 1]), certain
+
+    ids, sure = choose(logits, Settings(0.7, 0.9, None, None, 8.0), seen, draws, nucleus=nucleus)
+    assert ids.tolist() == [2, 1]
+    assert sure is certain
+    assert seen.tolist() == [[True, False, True], [False, True, False]]
+    assert given[0][0].tolist() == [[0.5, 2.0, 1.0], [4.0, 2.0, 1.0]]
+    assert given[0][1:] == (0.7, 0.9, draws)
+    top_p = Settings(0.7, 0.9, None, None, None)
+    others = [{"top_k": 2}, {"min_p": 0.1}, {"top_p": None}, {"temperature": None}]
+    for chosen, whole in [*((top_p._replace(**other), None) for other in others), (top_p, True)]:
+        assert choose(logits, chosen, None, draws, whole=whole, nucleus=nucleus)[0].tolist() == [0, 0]
+    assert choose(logits, top_p, None, None, nucleus=nucleus)[0].tolist() == [0, 0]
+    assert len(given) == 1
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_draws_have_the_probabilities_of_the_softmax(top_p: float) -> None:
     logits = torch.tensor([1.5, 0.5, 0.0, -0.5, -1.0, 2.0])
