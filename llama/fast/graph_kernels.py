@@ -2,12 +2,15 @@
 
 A step reads each weight once, so its time is that of reading them and of the gaps between kernels. Weights are the left
 operand of a product, and rows, padded to 16, the right one: Hopper's wgmma fixes the size of the left one at 64 only.
+They compile for other GPUs from compute capability 8.0 on, too, with fewer stages if shared memory is small.
 No sum is split between programs, so every replay has the same bits.
 `cached_layer` and `head` in llama/fast/graph_ops.py define the results. Knows tensors, not modules.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # (a kernel's parameters are Triton's, and Triton is not typed)
 
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +29,13 @@ ONE_SPLIT, SPLIT, MOST_SPLITS = 1024, 512, tl.constexpr(64)
 BLOCK = 64  # slots that are loaded at a time
 HEAD_DIMS = (16, 32, 64, 128)
 GATED = 1024  # numbers of a program of `gate`
+# The parameters that every layer has, and those that may be added to them: all of a tuple or none.
+NAMES = {
+    f"{name}.weight" for name in ("attention_norm", "ffn_norm", *(f"attention.{w}" for w in ("wq", "wk", "wv", "wo")))
+}
+NAMES |= {f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")}
+BIASES = tuple(f"attention.{name}.bias" for name in ("wq", "wk", "wv"))
+HEAD_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
 
 class Tile(NamedTuple):
@@ -64,12 +74,14 @@ def attend_step(
     positions: Tensor,
     keys: Tensor,
     values: Tensor,
+    norms: Sequence[tuple[Tensor, float]] = (),
 ) -> Tensor:
     """Return attention of one new token a row, (rows, n_heads, head_dim), and write its key and value at `positions`.
 
     q: (rows, n_heads, head_dim), before RoPE.
     k, v: (rows, n_kv_heads, head_dim), before RoPE; up to 16 queries a key.
     cos, sin: (rows, 1, head_dim), at the positions.
+    norms: the weights, (head_dim,), and the eps of the norms of queries and keys before RoPE.
     q, k and v may be slices of one product. No slot at or behind a row's position is read.
     """
     rows, n_heads, head_dim = q.shape
@@ -82,8 +94,9 @@ def attend_step(
         mixed = torch.empty((rows, n_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((rows, n_heads, splits), dtype=torch.float32, device=q.device)
     steps = q.stride(0), k.stride(0), v.stride(0), *keys.stride()[:2], *values.stride()[:2]
-    sizes = n_heads // n_kv_heads, head_dim, head_dim**-0.5, splits > 1, BLOCK
-    given = q, k, v, cos, sin, positions, keys, values, mixed, sums, splits
+    (q_norm, q_eps), (k_norm, k_eps) = norms or ((None, 0.0), (None, 0.0))
+    sizes = n_heads // n_kv_heads, head_dim, head_dim**-0.5, splits > 1, BLOCK, len(norms) > 0, q_eps, k_eps
+    given = q, k, v, cos, sin, positions, keys, values, mixed, sums, q_norm, k_norm, splits
     _attend[(splits, n_kv_heads, rows)](*given, *steps, *sizes, num_warps=4, num_stages=3)
     if splits > 1:
         _combine[(rows * n_heads,)](mixed, sums, out, splits, head_dim, num_warps=4)
@@ -102,6 +115,8 @@ def _attend(
     values,
     mixed,  # (rows, heads, splits, HEAD_DIM)
     sums,  # (rows, heads, splits): the logarithm of each split's sum of exponentials, to base 2
+    q_norm,  # (HEAD_DIM,)
+    k_norm,
     splits,
     q_row,
     k_row,
@@ -115,6 +130,9 @@ def _attend(
     SCALE: tl.constexpr,
     DIVIDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+    Q_EPS: tl.constexpr,
+    K_EPS: tl.constexpr,
 ):
     """Attend for the queries of one key head of one row, to one split of the slots before the row's position.
 
@@ -126,8 +144,8 @@ def _attend(
     query, across = tl.arange(0, PADDED), tl.arange(0, HEAD_DIM)
     turn = tl.load(cos + row * HEAD_DIM + across), tl.load(sin + row * HEAD_DIM + across)
     place = (head * GROUP + query)[:, None] * HEAD_DIM
-    turned = _rotated(q + row * q_row + place, across[None, :], turn, (query < GROUP)[:, None])
-    new_key = _rotated(k + row * k_row + head * HEAD_DIM, across, turn, across >= 0)
+    turned = _rotated(q + row * q_row + place, across[None, :], turn, (query < GROUP)[:, None], q_norm, NORMED, Q_EPS)
+    new_key = _rotated(k + row * k_row + head * HEAD_DIM, across, turn, across >= 0, k_norm, NORMED, K_EPS)
     new_value = tl.load(v + row * v_row + head * HEAD_DIM + across)
     keys += row * key_row + head * HEAD_DIM + across
     values += row * value_row + head * HEAD_DIM + across
@@ -161,10 +179,15 @@ def _attend(
 
 
 @triton.jit
-def _rotated(x, across, turn, there):
-    """Return the numbers at `x + across`, of which each pair is rotated, in their dtype."""
+def _rotated(x, across, turn, there, weight, NORMED: tl.constexpr, EPS: tl.constexpr):
+    """Return the numbers at `x + across`, of which each pair is rotated, in their dtype, after a norm if NORMED."""
     number = tl.load(x + across, there, 0.0)
     swapped = tl.load(x + (across ^ 1), there, 0.0)
+    if NORMED:
+        wide = number.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, -1, keep_dims=True) / wide.shape[-1] + EPS)
+        number = (wide * scale).to(number.dtype) * tl.load(weight + across)
+        swapped = (swapped.to(tl.float32) * scale).to(number.dtype) * tl.load(weight + (across ^ 1))
     return (number.to(tl.float32) * turn[0] + swapped.to(tl.float32) * turn[1]).to(number.dtype)
 
 
@@ -180,28 +203,53 @@ def _combine(mixed, sums, out, splits, HEAD_DIM: tl.constexpr):
     tl.store(out + head * HEAD_DIM + across, tl.sum(shares[:, None] * results, 0) / tl.sum(shares, 0))
 
 
-def product(x: Tensor, *weights: Tensor, tile: Tile, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+def product(
+    x: Tensor,
+    *weights: Tensor,
+    tile: Tile,
+    biases: Sequence[Tensor] = (),
+    residual: Tensor | None = None,
+    gated: bool = False,
+    widened: bool = False,
+) -> Tensor:
     """Return products, (rows, out_features), in the dtype of x; those of more than 16 rows by PyTorch.
 
     x: (rows, in_features).
     weights: one to three, (out_features, in_features). Their products lie side by side, and `tile.block_out` divides
         the sizes of all but the last.
+    biases: of each weight, (out_features,), are added; () adds none.
     gated: return silu(x @ weights[0].T) * (x @ weights[1].T).
     residual: (rows, out_features), is added.
+    widened: return the rounded numbers in float32.
     """
     rows, in_features = x.shape
     if rows > PADDED.value:
         made = [linear(x, weight) for weight in weights]
+        made = [out + bias for out, bias in zip(made, biases, strict=True)] if biases else made
         out = F.silu(made[0]) * made[1] if gated else torch.cat(made, 1) if len(made) > 1 else made[0]
-        return out if residual is None else residual + out
+        out = out if residual is None else residual + out
+        return out.float() if widened else out
     sizes = [len(weight) for weight in weights[: 1 if gated else 3]]
-    out = torch.empty((rows, sum(sizes)), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, sum(sizes)), dtype=torch.float32 if widened else x.dtype, device=x.device)
     first, second, third = (*weights, *weights[:1] * 2)[:3]
     starts = sum(sizes[:1]), sum(sizes[:2]), sum(sizes)
-    given = x, first, second, third, residual, out, rows, *starts, in_features, gated, residual is not None
-    options = {"num_stages": tile.num_stages, "num_warps": tile.num_warps}
-    _product[(-(-starts[-1] // tile.block_out),)](*given, tile.block_out, tile.block_k, tile.parts, **options)
+    added = (*biases, None, None, None)[:3]
+    given = x, first, second, third, *added, residual, out, rows, *starts, in_features, gated, residual is not None
+    # A program has all stages but one in shared memory; for wgmma, of which Hopper has enough, all of them.
+    stage = x.element_size() * tile.block_k * tile.parts * (tile.block_out * (1 + gated) + PADDED.value)
+    options = {"num_stages": min(tile.num_stages, 1 + shared_memory(x.device) // stage), "num_warps": tile.num_warps}
+    tiling = tile.block_out, tile.block_k, tile.parts, len(biases) > 0
+    _product[(-(-starts[-1] // tile.block_out),)](*given, *tiling, **options)
     return out
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have; without a GPU, those of Hopper."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in PyTorch's stubs
 
 
 @triton.jit
@@ -210,6 +258,9 @@ def _product(
     first,  # (FIRST, K)
     second,  # (SECOND - FIRST, K); (FIRST, K) if GATED
     third,  # (OUT - SECOND, K)
+    first_bias,  # (FIRST,)
+    second_bias,
+    third_bias,
     residual,  # (n_rows, OUT)
     out,  # (n_rows, OUT)
     n_rows,
@@ -222,6 +273,7 @@ def _product(
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """Compute BLOCK_OUT outputs of all rows."""
     begin = tl.program_id(0) * BLOCK_OUT
@@ -257,9 +309,16 @@ def _product(
     place, there = row[None, :] * OUT + column[:, None], (row < n_rows)[None, :] & (column < OUT)[:, None]
     if GATED:
         total = total / (1 + tl.exp(-total)) * other
+    if BIASED:
+        bias = first_bias
+        if begin >= FIRST:
+            bias = second_bias - FIRST
+        if begin >= SECOND:
+            bias = third_bias - SECOND
+        total = (total.to(x.dtype.element_ty) + tl.load(bias + wanted)[:, None]).to(tl.float32)
     if ADDED:
         total += tl.load(residual + place, there, 0.0).to(tl.float32)
-    tl.store(out + place, total, there)
+    tl.store(out + place, total.to(x.dtype.element_ty), there)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -286,9 +345,11 @@ def triton_step(h: Tensor, weights: LayerWeights, shared: Shared, keys: Tensor, 
     wq, wk, wv, wo = (tensors[f"attention.{name}.weight"] for name in ("wq", "wk", "wv", "wo"))
     w1, w2, w3 = (tensors[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3"))
     normed = norm(h, tensors["attention_norm.weight"], eps["attention_norm"])
-    products = product(normed, wq, wk, wv, tile=TILES["wqkv"])
+    biases = [tensors[name] for name in BIASES if name in tensors]
+    products = product(normed, wq, wk, wv, tile=TILES["wqkv"], biases=biases)
     q, k, v = torch.split(products.view(len(h), -1, head_dim), [len(w) // head_dim for w in (wq, wk, wv)], 1)
-    output = attend_step(q, k, v, *shared.cos_sin, shared.positions[:, 0], keys, values)
+    norms = [(tensors[name], eps[name.removesuffix(".weight")]) for name in HEAD_NORMS if name in tensors]
+    output = attend_step(q, k, v, *shared.cos_sin, shared.positions[:, 0], keys, values, norms)
     h = product(output.flatten(1), wo, tile=TILES["wo"], residual=h)
     normed = norm(h, tensors["ffn_norm.weight"], eps["ffn_norm"])
     gated = product(normed, w1, w3, tile=TILES["w1w3"], gated=True)
@@ -297,7 +358,7 @@ def triton_step(h: Tensor, weights: LayerWeights, shared: Shared, keys: Tensor, 
 
 def triton_head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
     """Return the logits, (rows, vocab), in float32."""
-    return product(norm(h, norm_weight, eps), weight, tile=TILES["head"]).float()
+    return product(norm(h, norm_weight, eps), weight, tile=TILES["head"], widened=True)
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
@@ -313,7 +374,11 @@ def _rotate(x, out, cos, sin, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH:
     token, across = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     angle = token * HEAD_DIM + across % HEAD_DIM
     turn = tl.load(cos + angle), tl.load(sin + angle)
-    tl.store(out + token * SIZE + across, _rotated(x + token * SIZE, across, turn, across < SIZE), across < SIZE)
+    tl.store(
+        out + token * SIZE + across,
+        _rotated(x + token * SIZE, across, turn, across < SIZE, None, False, 0),
+        across < SIZE,
+    )
 
 
 def gate(x: Tensor, up: Tensor) -> Tensor:
@@ -337,9 +402,11 @@ TRITON = GraphOps("Triton", FLASH, norm, rotate, gate, triton_head, advance, pro
 
 
 def serves(weights: LayerWeights, head_dim: int) -> bool:
-    """Return True if the kernels compute a layer of these weights: 16 bits, no biases, no norms of heads."""
+    """Return True if the kernels compute a layer of these weights: 16 bits, no other biases or norms than the named."""
     wq, wk = (weights.tensors[f"attention.{name}.weight"] for name in ("wq", "wk"))
     w1 = weights.tensors["feed_forward.w1.weight"]
     fit = [len(wq) % TILES["wqkv"].block_out, len(wk) % TILES["wqkv"].block_out, wq.shape[1] % 64, len(w1) % 64]
-    few = len(weights.tensors) == 9 and len(wq) // len(wk) <= PADDED.value
+    more = weights.tensors.keys() - NAMES
+    known = weights.tensors.keys() >= NAMES and more in (set(), {*BIASES}, {*HEAD_NORMS}, {*BIASES, *HEAD_NORMS})
+    few = known and len(wq) // len(wk) <= PADDED.value
     return few and not any(fit) and head_dim in HEAD_DIMS and wq.element_size() == 2

@@ -4,8 +4,6 @@ Results are computed in Triton's interpreter, in float32: its bfloat16 is wrong.
 cores and the speed.
 """
 
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from machine_code import SHARED, launches, machine_code
 from skips import can_interpret, check_in_interpreter, interpreted, not_interpreted
 from torch import Tensor
 
@@ -43,7 +42,8 @@ CLOSE = {"rtol": 0, "atol": 1e-4}
 @can_interpret
 def test_the_claims_of_this_file_and_of_exact_mode_s_kernels_hold_in_tritons_interpreter() -> None:
     here = Path(__file__)
-    check_in_interpreter(here, here.parents[1] / "exact" / "test_exact_triton_kernels.py")
+    exact = here.parents[1] / "exact" / "test_exact_triton_kernels.py"
+    check_in_interpreter(here, exact)
 
 
 def gathered(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,21 @@ def test_rows_and_inputs_outside_a_product_are_not_read() -> None:
         torch.testing.assert_close(kernels.product(x[:5], weight[:70], tile=tile), expected, **CLOSE)
 
 
-def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return the arguments of a layer of dim 64 with 4 heads of 16, 2 key heads, and a hidden size of 96."""
+def layer_inputs(rows: int, slots: int, dtype: torch.dtype, *more: str) -> tuple[Any, ...]:
+    """Return the arguments of a layer of dim 64 with 4 heads of 16, 2 key heads, and a hidden size of 96.
+
+    more: "biases" or "norms" of heads, as in models of Qwen.
+    """
     sizes = {"wq": (64, 64), "wk": (32, 64), "wv": (32, 64), "wo": (64, 64)}
     weights = {f"attention.{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
     sizes = {"w1": (96, 64), "w3": (96, 64), "w2": (64, 96)}
     weights |= {f"feed_forward.{name}.weight": torch.randn(size) / 8 for name, size in sizes.items()}
     weights |= {f"{name}_norm.weight": torch.rand(64) + 0.5 for name in ("attention", "ffn")}
-    eps = {"attention_norm": 1e-5, "ffn_norm": 1e-3}
+    if "biases" in more:
+        weights |= {name: torch.randn(len(weights[name.replace("bias", "weight")])) for name in kernels.BIASES}
+    if "norms" in more:
+        weights |= {name: torch.rand(16) + 0.5 for name in kernels.HEAD_NORMS}
+    eps = {"attention_norm": 1e-5, "ffn_norm": 1e-3, "attention.q_norm": 0.1, "attention.k_norm": 0.3}
     positions = torch.tensor([0, 7, slots - 1]).repeat(6)[:rows]
     keys, values = (cache(positions, slots, 2, 16).to(dtype) for _ in range(2))
     own = LayerWeights({name: weight.to(dtype) for name, weight in weights.items()}, eps)
@@ -142,17 +149,23 @@ def layer_inputs(rows: int, slots: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("rows", "slots", "dtype", "atol"),
+    ("rows", "slots", "dtype", "atol", "more"),
     # float16: results of about 5, three roundings of 2**-11 each on the way.
     [
-        (1, 20, torch.float16, 1e-2),
-        (3, 1100, torch.float32, 1e-4),
-        (17, 20, torch.float32, 1e-4),
+        (1, 20, torch.float16, 1e-2, ()),
+        (2, 20, torch.float16, 1e-2, ("biases", "norms")),
+        (3, 1100, torch.float32, 1e-4, ()),
+        (3, 1100, torch.float32, 1e-4, ("norms",)),
+        (3, 20, torch.float32, 1e-4, ("biases",)),
+        (17, 20, torch.float32, 1e-4, ()),
+        (17, 20, torch.float16, 1e-2, ("biases", "norms")),
     ],
 )
-def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype: torch.dtype, atol: float) -> None:
+def test_a_layer_and_the_head_equal_the_plain_ones(
+    rows: int, slots: int, dtype: torch.dtype, atol: float, more: tuple[str, ...]
+) -> None:
     ops = kernels.TRITON
-    h, weights, shared, *cached = layer_inputs(rows, slots, dtype)
+    h, weights, shared, *cached = layer_inputs(rows, slots, dtype, *more)
     copies = [each.clone() for each in cached]
     expected = cached_layer(PYTORCH, h, weights, shared, *copies)
     made = ops.step(h, weights, shared, *cached)
@@ -160,7 +173,9 @@ def test_a_layer_and_the_head_equal_the_plain_ones(rows: int, slots: int, dtype:
     for ours, plain in zip(cached, copies, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=atol, equal_nan=True)
     last = weights.tensors["ffn_norm.weight"], 1e-5, torch.randn(70, 64).to(dtype)
-    torch.testing.assert_close(ops.head(h, *last), graph_ops.head(h, *last), rtol=0, atol=3 * atol)
+    logits = ops.head(h, *last)
+    torch.testing.assert_close(logits, graph_ops.head(h, *last), rtol=0, atol=3 * atol)
+    assert torch.equal(logits, logits.to(dtype).float())  # rounded first, as the module's are
 
 
 @interpreted
@@ -178,53 +193,13 @@ def test_prompts_equal_the_plain_ones(rows: int) -> None:
 # Compilation by Triton, which the interpreter leaves out. It needs no GPU.
 
 
-class Launches:
-    """Records launches of a kernel in place of it."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.calls = kernel, []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *given, **options: self.calls.append((self.kernel, given, options))
+def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> list[Any]:
-    recorders = [Launches(getattr(kernels, name)) for name in ("_attend", "_combine", "_product", "_norm")]
-    with monkeypatch.context() as patch:
-        for recorder in recorders:
-            patch.setattr(kernels, recorder.kernel.__name__, recorder)
-        run()
-    return [call for recorder in recorders for call in recorder.calls]
-
-
-def machine_code(kernel: Any, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str]:
-    """Return the PTX for compute capability 9.0 of a launch, and what ptxas says about it."""
-    from triton.backends.compiler import GPUTarget
-
-    names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
-    types, constants, attributes = {}, {}, {}
-    for i, (each, value) in enumerate(zip(kernel.params, given, strict=True)):
-        types[each.name] = names[value.dtype] if isinstance(value, Tensor) else "i32"
-        if each.is_constexpr or value is None or (type(value) is int and value == 1):
-            types[each.name], constants[each.name] = "constexpr", value
-        elif isinstance(value, Tensor) or value % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, types, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [ptxas, "-v", "--gpu-name", "sm_90a", "-o", os.devnull, "/dev/stdin"]
-    said = subprocess.run(command, input=binary.asm["ptx"], capture_output=True, text=True, check=True).stderr
-    assert binary.metadata.shared <= 227 << 10  # bytes of shared memory that one program can have
-    return binary.asm["ptx"], said
-
-
-def llama_1b() -> Tensor:
-    """Launch a layer and the head in the shape of Llama 3.2 1B, in bfloat16."""
+def llama_1b() -> None:
+    """Launch a layer and the head in the shape of Llama 3.2 1B, in bfloat16, and its first product with biases."""
     rows, slots = 16, 4096
-
-    def empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
     sizes = {"wq": (2048, 2048), "wk": (512, 2048), "wv": (512, 2048), "wo": (2048, 2048)}
     tensors = {f"attention.{name}.weight": empty(*size) for name, size in sizes.items()}
     sizes = {"w1": (8192, 2048), "w3": (8192, 2048), "w2": (2048, 8192)}
@@ -236,35 +211,71 @@ def llama_1b() -> Tensor:
     shared = Shared(empty(rows, 1, dtype=torch.int64), (cos, sin), ())
     ops = kernels.TRITON
     h = ops.step(empty(rows, 2048), weights, shared, empty(rows, slots, 8, 64), empty(rows, slots, 8, 64))
-    return ops.head(h, empty(2048), 1e-5, empty(128_256, 2048))
+    ops.head(h, empty(2048), 1e-5, empty(128_256, 2048))
+    each = [tensors[f"attention.{name}.weight"] for name in ("wq", "wk", "wv")]
+    kernels.product(h, *each, tile=kernels.TILES["wqkv"], biases=[empty(len(weight)) for weight in each])
+
+
+def wide_heads() -> None:
+    """Launch attention of heads of 128 in float16, with 8 queries a key, without norms of heads and with them."""
+    q, k, norm = (empty(*size, dtype=torch.float16) for size in ((1, 64, 128), (1, 8, 128), (128,)))
+    angle, keys = empty(1, 1, 128, dtype=torch.float32), empty(1, 8192, 8, 128, dtype=torch.float16)
+    for norms in ([], [(norm, 1e-6)] * 2):
+        kernels.attend_step(q, k, k, angle, angle, empty(1, dtype=torch.int64), keys, keys, norms)
 
 
 @pytest.mark.slow
 @not_interpreted
-def test_kernels_compile_for_a_hopper_gpu_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "runs", "names"),
+    # Others than Hopper: the kernels with most registers, and those with most shared memory, of which 8.9 has least.
+    [
+        (80, [wide_heads], ["_attend"]),
+        (89, [llama_1b], ["_product"]),
+        (90, [llama_1b, wide_heads], ["_attend", "_combine", "_product", "_norm"]),
+    ],
+)
+def test_kernels_compile_without_spills(
+    capability: int,
+    runs: list[Callable[[], None]],
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel, given, options in launches(monkeypatch, llama_1b):
-        ptx, said = machine_code(kernel, given, options)
-        assert ", 0 bytes spill stores, 0 bytes spill loads" in said, (kernel, given, said)
+    monkeypatch.setattr(kernels, "shared_memory", lambda device: SHARED[capability] << 10)
+    every = ["_attend", "_combine", "_product", "_norm"]
+    for kernel, given, options in launches(monkeypatch, kernels, every, lambda: [run() for run in runs]):
+        if kernel.__name__ not in names:
+            continue
+        ptx = machine_code(kernel, given, options, capability).ptx
         assert "atom." not in ptx  # no program adds to the sum of another
         assert "\tred." not in ptx
         if kernel.__name__ in ("_attend", "_product"):
             assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time
             assert "cp.async.ca" not in ptx
         if kernel.__name__ == "_product":
-            block_out = given[[each.name for each in kernel.params].index("BLOCK_OUT")]
-            assert ("wgmma.mma_async.sync.aligned.m64n16k16" in ptx) == (block_out >= 64), given
+            values = dict(zip([each.name for each in kernel.params], given, strict=True))
+            wgmma = capability == 90 and values["BLOCK_OUT"] >= 64
+            sizes = [values[name] for name in ("BLOCK_OUT", "BLOCK_K", "PARTS")]
+            tile = Tile(*sizes, options["num_stages"], options["num_warps"])
+            assert capability != 90 or tile in kernels.TILES.values()  # Hopper has memory for all stages
+            assert ("wgmma.mma_async.sync.aligned.m64n16k16" in ptx) == wgmma, given
 
 
-@pytest.mark.slow
-@not_interpreted
-def test_attention_of_wide_heads_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16, with 8 queries a key."""
-    group, head_dim, dtype = 8, 128, torch.float16
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    q, k = (torch.empty(1, heads, head_dim, dtype=dtype, device="meta") for heads in (8 * group, 8))
-    angle = torch.empty(1, 1, head_dim, device="meta")
-    keys = torch.empty(1, 8192, 8, head_dim, dtype=dtype, device="meta")
-    given = q, k, k, angle, angle, torch.empty(1, dtype=torch.int64, device="meta"), keys, keys
-    for launch in launches(monkeypatch, lambda: kernels.attend_step(*given)):
-        assert ", 0 bytes spill stores, 0 bytes spill loads" in machine_code(*launch)[1]
+def test_layers_are_served_with_all_biases_and_norms_of_heads_or_none() -> None:
+    plain = {name: empty(64, 64) for name in kernels.NAMES}
+    for more, served in [
+        ((), True),
+        (kernels.BIASES, True),
+        (kernels.HEAD_NORMS, True),
+        (kernels.BIASES + kernels.HEAD_NORMS, True),
+        (kernels.BIASES[1:], False),
+        (kernels.HEAD_NORMS[:1], False),
+        (("attention.wo.bias",), False),
+        (("post_norm.weight",), False),
+    ]:
+        assert kernels.serves(LayerWeights(plain | {name: empty(64) for name in more}, {}), 64) == served, more
+    del plain["attention_norm.weight"]
+    assert not kernels.serves(LayerWeights(plain, {}), 64)
+    assert not kernels.serves(LayerWeights(plain | {"post_norm.weight": empty(64)}, {}), 64)
