@@ -40,10 +40,10 @@ CLOSE = {"rtol": 0, "atol": 1e-4}
 @pytest.mark.slow
 @not_interpreted
 @can_interpret
-def test_the_claims_of_this_file_and_of_exact_mode_s_kernels_hold_in_tritons_interpreter() -> None:
+def test_the_claims_of_this_file_of_sampling_and_of_exact_mode_s_kernels_hold_in_tritons_interpreter() -> None:
     here = Path(__file__)
     exact = here.parents[1] / "exact" / "test_exact_triton_kernels.py"
-    check_in_interpreter(here, exact)
+    check_in_interpreter(here, here.with_name("test_graph_sampling.py"), exact)
 
 
 def gathered(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
