@@ -20,6 +20,7 @@ from llama.sampling import Number
 
 PART = tl.constexpr(1024)  # logits of a program: 126 programs for the 128,256 tokens of Llama 3
 BINS = tl.constexpr(4096)  # logits of normal distribution have up to 60 of 128,256 tokens in a bin
+GATHERED = tl.constexpr(2048)  # logits of a program of `_gather`, each of which reads all bins
 ROOM = tl.constexpr(1024)  # tokens of a bin that are compared with each other, by one program in registers
 FEW = tl.constexpr(8)  # of them at a time
 # Of a row, in int64: the sums of its bins; the number of tokens in the bin of the cut, and of the draw; the kept mass.
@@ -61,7 +62,9 @@ def nucleus(logits: Tensor, temperature: Number, top_p: Number, draws: Tensor) -
     sizes = *parts, min(45, 62 - vocab.bit_length()), vocab
     _histogram[grid](logits, highest, lowest, temperature, state, *sizes)
     for turn, fraction in enumerate((top_p, draws)):
-        _gather[grid](logits, highest, lowest, temperature, state, fraction, lists, turn, *sizes, num_warps=8)
+        _gather[triton.cdiv(vocab, GATHERED.value), rows](
+            logits, highest, lowest, temperature, state, fraction, lists, turn, *sizes, num_warps=8
+        )
         _resolve[(rows,)](highest, lowest, temperature, state, fraction, lists, ids, sure, turn, *sizes, num_warps=16)
     return ids, sure
 
@@ -79,9 +82,9 @@ def _peaks_of(
 
 
 @triton.jit
-def _part(logits, row, VOCAB: tl.constexpr):
+def _part(logits, row, SIZE: tl.constexpr, VOCAB: tl.constexpr):
     """Return this program's logits, and their ids, which are VOCAB or more behind the last."""
-    ids = tl.program_id(0) * PART + tl.arange(0, PART)
+    ids = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     return tl.load(logits + row * VOCAB + ids, ids < VOCAB, float("-inf")), ids
 
 
@@ -97,7 +100,7 @@ def _peaks(
     ZEROED: tl.constexpr,
 ):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    logit, ids = _part(logits, row, VOCAB)
+    logit, ids = _part(logits, row, PART, VOCAB)
     peak = tl.max(logit, 0)
     finite = (tl.abs(logit) < float("inf")) | (ids >= VOCAB)
     id = tl.min(tl.where(logit == peak, ids, VOCAB), 0)
@@ -124,25 +127,25 @@ def _step_on(highest, lowest, first, tokens, positions, chosen, text, slots, PAR
 
 @triton.jit
 def _bounds(highest, lowest, temperature, row, PARTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Return a row's largest logit, the temperature, and how far below the peak the bins end, over the temperature."""
-    part, heat = tl.arange(0, WIDTH), tl.load(temperature)
+    """Return a row's largest logit, one over the temperature, and how far below the peak the bins end, times that."""
+    part, inverse = tl.arange(0, WIDTH), 1 / tl.load(temperature)
     peak = tl.max(tl.load(highest + row * PARTS + part, part < PARTS, float("-inf")), 0).to(tl.float64)
-    deepest = (peak - tl.min(tl.load(lowest + row * PARTS + part, part < PARTS, float("inf")), 0)) / heat
+    deepest = (peak - tl.min(tl.load(lowest + row * PARTS + part, part < PARTS, float("inf")), 0)) * inverse
     depth = tl.minimum(deepest, BITS * 0.7)  # above ln 2: all masses that are not 0 are within
-    return peak, heat, tl.where(depth > 0, depth, 1)
+    return peak, inverse, tl.where(depth > 1e-300, depth, 1)  # by which a finite number can be divided
 
 
 @triton.jit
-def _masses(logit, peak, heat, depth, BITS: tl.constexpr):
+def _masses(logit, peak, inverse, depth, BITS: tl.constexpr):
     """Return each token's share in units of 2 ** -BITS of the largest one, and its bin, or -1 if it has none.
 
     A share is rounded down, so it is off by up to a unit. The bins are monotone in the logits.
     """
-    x = (peak - logit.to(tl.float64)) / heat  # the formula of `choose`
+    x = (peak - logit.to(tl.float64)) * inverse
     within = x <= depth  # not for NaN
     x = tl.where(within, x, 0)
     mass = tl.where(within, tl.exp(-x) * (1 << BITS), 0).to(tl.int64)
-    return mass, tl.where(within, (x / depth * (BINS - 1)).to(tl.int32), -1)
+    return mass, tl.where(within, (x * ((BINS - 1) / depth)).to(tl.int32), -1)
 
 
 @triton.jit
@@ -159,9 +162,9 @@ def _histogram(
 ):
     """Add the masses of a part to the bins of its row."""
     row = tl.program_id(1).to(tl.int64)
-    logit, _ = _part(logits, row, VOCAB)
-    peak, heat, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
-    mass, bin = _masses(logit, peak, heat, depth, BITS)
+    logit, _ = _part(logits, row, PART, VOCAB)
+    peak, inverse, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
+    mass, bin = _masses(logit, peak, inverse, depth, BITS)
     tl.atomic_add(state + row * STATE + bin, mass, mass > 0, sem="relaxed")
 
 
@@ -198,9 +201,9 @@ def _gather(
 ):
     """Write a part's tokens that are in the wanted bin to the row's list, in any order: a smaller number is earlier."""
     row = tl.program_id(1).to(tl.int64)
-    logit, ids = _part(logits, row, VOCAB)
-    peak, heat, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
-    _, bin = _masses(logit, peak, heat, depth, BITS)
+    logit, ids = _part(logits, row, GATHERED, VOCAB)
+    peak, inverse, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
+    _, bin = _masses(logit, peak, inverse, depth, BITS)
     state += row * STATE
     _, wanted, _, _, _ = _wanted(state, fraction, row, TURN)
     there = bin == wanted
@@ -217,11 +220,11 @@ def _as_whole(bits):
 
 
 @triton.jit
-def _listed(list, slot, count, peak, heat, depth, BITS: tl.constexpr):
+def _listed(list, slot, count, peak, inverse, depth, BITS: tl.constexpr):
     """Return what `_gather` has written to slots of a list, LAST in slots without a token, and the tokens' masses."""
     token = tl.load(list + slot, slot < count, LAST)
     logit = _as_whole(~(token >> 32).to(tl.int32)).to(tl.float32, bitcast=True)  # NaN for LAST
-    return token, _masses(logit, peak, heat, depth, BITS)[0]
+    return token, _masses(logit, peak, inverse, depth, BITS)[0]
 
 
 @triton.jit
@@ -250,11 +253,11 @@ def _resolve(
     lists += row * ROOM
     target, _, base, total, whole = _wanted(state, fraction, row, TURN)
     count = tl.load(state + BINS + TURN).to(tl.int32)
-    peak, heat, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
-    token, _ = _listed(lists, tl.arange(0, ROOM), count, peak, heat, depth, BITS)
+    peak, inverse, depth = _bounds(highest, lowest, temperature, row, PARTS, WIDTH, BITS)
+    token, _ = _listed(lists, tl.arange(0, ROOM), count, peak, inverse, depth, BITS)
     running = base + tl.zeros_like(token)
     for first in range(0, tl.minimum(count, ROOM), FEW):
-        other, mass = _listed(lists, first + tl.arange(0, FEW), count, peak, heat, depth, BITS)
+        other, mass = _listed(lists, first + tl.arange(0, FEW), count, peak, inverse, depth, BITS)
         running += tl.sum(tl.where(other[None, :] <= token[:, None], mass[None, :], 0), 1)
     there = token < LAST
     beyond = there & (running > target)
