@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from machine_code import launches, machine_code
-from skips import interpreted, not_interpreted
+from skips import interpreted, needs_cuda, not_interpreted
 from torch import Tensor
 
 from llama.sampling import Settings, choose
@@ -212,3 +212,25 @@ def test_kernels_of_sampling_compile_without_spills(
         code = machine_code(*launch, capability=capability)
         adds = launch[0].__name__ in ("_histogram", "_gather")
         assert ("atom.global.gpu.relaxed.add.u64" in code.ptx) == adds
+
+
+@pytest.mark.gpu
+@needs_cuda
+@not_interpreted
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_gpu_draws_the_tokens_of_a_sort_twice_and_finds_the_most_likely(name: str) -> None:
+    logits = shaped(name, 16, 128_256).cuda()
+    draws = torch.rand(16, generator=torch.Generator().manual_seed(3), dtype=torch.float64).cuda()
+    ids, sure = sampling.nucleus(logits, 0.7, 0.9, draws)
+    again = sampling.nucleus(logits, 0.7, 0.9, draws)
+    assert torch.equal(sure, again[1])
+    assert torch.equal(ids[sure], again[0][sure])
+    expected = torch.tensor(drawn(logits, 0.7, 0.9, draws))
+    assert torch.equal(ids[sure].cpu(), expected[sure.cpu()])
+    assert sure.all() or name not in ("normal", "peaked")
+    tokens, positions, chosen = (
+        torch.zeros(*size, dtype=torch.int64, device="cuda") for size in ((16, 9), (16,), (16,))
+    )
+    sampling.advance(logits, tokens, positions, chosen)
+    assert torch.equal(chosen, logits.argmax(-1).where(logits.isfinite().all(-1), -1))
+    assert torch.equal(tokens[:, 1], chosen.clamp(min=0))
