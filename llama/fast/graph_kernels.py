@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama.fast.graph_ops import FLASH, GraphOps, LayerWeights, Shared, advance
+from llama.fast.graph_ops import FLASH, GraphOps, LayerWeights, Shared
+from llama.fast.graph_sampling import advance, nucleus
 from llama.ops import linear
 
 PADDED = tl.constexpr(16)  # rows of a product, or queries of a key: the smallest size of a tensor core's operand
@@ -398,7 +399,9 @@ def _gate(x, up, out, size, BLOCK: tl.constexpr):
     tl.store(out + place, passed * tl.load(up + place, place < size, 0.0), place < size)
 
 
-TRITON = GraphOps("Triton", FLASH, norm, rotate, gate, triton_head, advance, prompts=True, step=triton_step)
+TRITON = GraphOps(
+    "Triton", FLASH, norm, rotate, gate, triton_head, advance, prompts=True, step=triton_step, nucleus=nucleus
+)
 
 
 def serves(weights: LayerWeights, head_dim: int) -> bool:

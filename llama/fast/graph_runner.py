@@ -262,7 +262,7 @@ class GraphRunner:
             if greedy:
                 ops.advance(logits, buffers.tokens, buffers.positions, buffers.chosen)
                 return
-            ids, sure = choose(logits, settings, buffers.seen, buffers.draws, whole=key.whole)
+            ids, sure = choose(logits, settings, buffers.seen, buffers.draws, whole=key.whole, nucleus=ops.nucleus)
             if key.logprobs:
                 buffers.logprobs.copy_(logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
             ids = ids if sure is None else ids.where(sure, UNSURE)
