@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from llama.fast.graph_ops import GraphOps, plain_ops
-from llama.fast.graph_runner import GraphRunner, current
-from llama.fast.graph_trial import Seconds, fastest, try_steps, with_prompts
+from llama.fast.graph_runner import GraphRunner, current, short_message
+from llama.fast.graph_trial import try_steps, usable
 from llama.fast.native_build import NoNativeCode
 from llama.fast.native_caches import check_cache
 from llama.fast.native_check import check_library
@@ -22,8 +22,7 @@ from llama.quant.packed import Format
 
 logger = logging.getLogger(__name__)
 
-MEASURED = (9, 0)  # the compute capability of the GPUs that Triton's kernels were run and measured on
-LEAST = (8, 0)  # has bfloat16
+LEAST = (8, 0)  # the compute capability from which on Triton's kernels compile; they have run on 9.0
 
 
 def make_fast(model: Transformer, folder: Path, *, trial: bool = False, said: set[str] | None = None) -> None:
@@ -62,41 +61,27 @@ def _use_native_code(model: Transformer, folder: Path, *, trial: bool) -> None:
 
 
 def _use_graphs(model: Transformer) -> None:
-    """Try the kernels for this device, and set a runner with the fastest of those that are right."""
+    """Set a runner with the first kernels for this device that are right."""
     logger.info("fast: trying steps; the first time takes some seconds")
-
-    def trial(ops: GraphOps) -> Seconds:
-        return try_steps(model, GraphRunner(ops))
-
-    for together in candidates(model):
-        best = fastest(together, trial)
-        if best is not None:
-            model.runner = GraphRunner(with_prompts(model, best))
-            logger.info("fast: %s", model.execution)
-            return
+    for ops in candidates(model):
+        try:
+            try_steps(model, GraphRunner(ops))
+        except Exception as why:  # a compiler, a capture or a driver may raise anything
+            logger.warning("fast: %s kernels are not used: %s", ops.name, short_message(why))
+            continue
+        model.runner = GraphRunner(usable(model, ops))
+        logger.info("fast: %s", model.execution)
+        return
     raise Unsupported("no step works on this GPU")
 
 
-def candidates(model: Transformer) -> Iterator[list[GraphOps]]:
-    """Yield the kernels that may serve on this device: those to compare with each other, the best ones first.
-
-    Raises Unsupported.
-    """
-    own, (first, *others) = _own(model), plain_ops(model.device, model.dtype, model.args.head_dim)
-    measured = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) == MEASURED
-    yield from [own] if measured and own else []
-    yield [first] if measured else [*own, first]
-    for ops in others:
-        yield [ops]
-
-
-def _own(model: Transformer) -> list[GraphOps]:
-    """Return Triton's kernels if they may compute this model on its device. Raises Unsupported."""
+def candidates(model: Transformer) -> Iterator[GraphOps]:
+    """Yield the kernels that may serve on this device, the best ones first. Raises Unsupported."""
     layers = GraphRunner().describe(model)
     if model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= LEAST:
         with suppress(ImportError):  # of Triton
             from llama.fast.graph_kernels import TRITON, serves
 
             if all(serves(layer, model.args.head_dim) for layer in layers):
-                return [TRITON]
-    return []
+                yield TRITON
+    yield from plain_ops(model.device, model.dtype, model.args.head_dim)

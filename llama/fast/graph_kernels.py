@@ -30,11 +30,7 @@ ONE_SPLIT, SPLIT, MOST_SPLITS = 1024, 512, tl.constexpr(64)
 BLOCK = 64  # slots that are loaded at a time
 HEAD_DIMS = (16, 32, 64, 128)
 GATED = 1024  # numbers of a program of `gate`
-# The parameters that every layer has, and those that may be added to them: all of a tuple or none.
-NAMES = {
-    f"{name}.weight" for name in ("attention_norm", "ffn_norm", *(f"attention.{w}" for w in ("wq", "wk", "wv", "wo")))
-}
-NAMES |= {f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")}
+WEIGHTS = 9  # of a layer without the following, of which it has all of a tuple or none
 BIASES = tuple(f"attention.{name}.bias" for name in ("wq", "wk", "wv"))
 HEAD_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
@@ -409,7 +405,7 @@ def serves(weights: LayerWeights, head_dim: int) -> bool:
     wq, wk = (weights.tensors[f"attention.{name}.weight"] for name in ("wq", "wk"))
     w1 = weights.tensors["feed_forward.w1.weight"]
     fit = [len(wq) % TILES["wqkv"].block_out, len(wk) % TILES["wqkv"].block_out, wq.shape[1] % 64, len(w1) % 64]
-    more = weights.tensors.keys() - NAMES
-    known = weights.tensors.keys() >= NAMES and more in (set(), {*BIASES}, {*HEAD_NORMS}, {*BIASES, *HEAD_NORMS})
+    more = [sum(name in weights.tensors for name in names) for names in (BIASES, HEAD_NORMS)]
+    known = more[0] in (0, 3) and more[1] in (0, 2) and len(weights.tensors) == WEIGHTS + sum(more)
     few = known and len(wq) // len(wk) <= PADDED.value
     return few and not any(fit) and head_dim in HEAD_DIMS and wq.element_size() == 2

@@ -19,7 +19,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from llama.ops import linear, rms_norm
 from llama.rope import rotate
 
-PART = 512  # logits of a part in `argmax`; vocabularies of 128,256 tokens have parts of 256
+PART = 512  # logits of a part in `if_finite`; vocabularies of 128,256 tokens have parts of 256
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 # Takes the keys and values of a call's tokens, (rows, width, n_kv_heads, head_dim), and returns those to attend to.
@@ -76,7 +76,7 @@ class GraphOps(NamedTuple):
     gate: Callable[[Tensor, Tensor], Tensor]
     head: Callable[[Tensor, Tensor, float, Tensor], Tensor]
     advance: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    prompts: bool = False
+    prompts: bool | None = None
     step: Callable[[Tensor, LayerWeights, Shared, Tensor, Tensor], Tensor] | None = None
     nucleus: Callable[[Tensor, float | Tensor, float | Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -172,25 +172,14 @@ def head(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 def advance(logits: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:
     """Choose every row's most likely token, the first of equals, and step on as `step_on` does."""
-    step_on(if_finite(logits, argmax(logits)), tokens, positions, chosen)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Return what `logits.argmax(-1)` returns, (rows,): the largest logit of the part that has the largest one."""
-    parts = _in_parts(logits)
-    largest, places = parts.max(-1)  # the first of equals
-    part = largest.argmax(-1, keepdim=True)
-    return places.gather(-1, part).add(part, alpha=parts.shape[-1])[:, 0]
+    step_on(if_finite(logits, logits.argmax(-1)), tokens, positions, chosen)
 
 
 def if_finite(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the chosen ids, (rows,), with -1 for each row that has a logit which is not finite."""
-    return ids.where(_in_parts(logits).sum(-1).sum(-1).isfinite(), -1)
-
-
-def _in_parts(logits: Tensor) -> Tensor:
-    """Return a view, (rows, parts, PART or less): a GPU reduces each part in a block, and a whole row in one only."""
-    return logits.view(len(logits), -1, math.gcd(PART, logits.shape[-1]))
+    # A GPU reduces each part in a block, and a whole row in one only.
+    parts = logits.view(len(logits), -1, math.gcd(PART, logits.shape[-1]))
+    return ids.where(parts.sum(-1).sum(-1).isfinite(), -1)
 
 
 def step_on(ids: Tensor, tokens: Tensor, positions: Tensor, chosen: Tensor) -> None:

@@ -1,15 +1,13 @@
-"""Select the functions of a GPU's steps and prompts: the fastest candidate that is right.
+"""Compare the functions of a GPU's steps and prompts with the modules, on the device, when a model is loaded.
 
-When a model is loaded, each candidate is compared with the modules on the device, recorded, replayed and timed. This
-also compiles it for rows and lengths that vary, so that no text waits for a compiler later.
+Calls are also recorded and replayed. This compiles Triton's kernels, so that no text waits for a compiler later.
 """
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +25,10 @@ from llama.fast.graph_runner import (
     short_message,
 )
 from llama.fast.supported import Unsupported
-from llama.host.machine import wait_for
 from llama.model import Transformer
 from llama.ops import without_cudnn
 from llama.rows import Rows
-from llama.sampling import Settings
+from llama.sampling import Settings, choose
 
 logger = logging.getLogger(__name__)
 
@@ -41,51 +38,28 @@ logger = logging.getLogger(__name__)
 # rounding adds up over the layers.
 LAYER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# Rows and lengths of steps. Flash attention divides long texts into parts. FEW and MANY rows are timed.
-FEW, MANY = 1, 16
-SHAPES = ((FEW, 6), (FEW, 600), (2, 1100), (MANY, 40))
+# Rows and lengths of steps. Attention divides long texts into parts, and products of more than 16 rows are PyTorch's.
+SHAPES = ((1, 6), (1, 600), (2, 1100), (16, 40))
 PROMPT_SHAPES = ((1, 40), (2, 33))
 MORE = 7  # tokens that follow a prompt
+DRAWS = 16
 REPLAYS = 50  # that must be equal in all bits: a race between kernels shows in some of them only
-TRIES, STEPS = 3, 20  # the fastest of TRIES counts, of STEPS steps each
-FASTER = 1.03  # a candidate replaces an earlier one if it is so many times as fast; less is noise
 
 GREEDY_KEY = GraphKey(1, (False,) * len(Settings._fields))
 
-Seconds = dict[int, float]  # of a step with FEW rows, and with MANY if the model's limits allow
 
-
-def fastest(candidates: Iterable[GraphOps], trial: Callable[[GraphOps], Seconds]) -> GraphOps | None:
-    """Return the candidate whose steps take the least time; None if all trials failed. Log the outcome of each."""
-    best, least = None, math.inf
-    for ops in candidates:
-        try:
-            taken = trial(ops)
-        except Exception as why:  # a compiler, a capture or a driver may raise anything
-            logger.warning("fast: %s kernels are not used: %s", ops.name, short_message(why))
-            continue
-        for rows, seconds in taken.items():
-            logger.info("fast: a step of %s kernels takes %.3f ms with %d rows", ops.name, 1e3 * seconds, rows)
-        if FASTER * sum(taken.values()) < least:
-            best, least = ops, sum(taken.values())
-    return best
-
-
-def try_steps(model: Transformer, runner: GraphRunner) -> Seconds:
-    """Return the seconds of a step. Raises Unsupported if steps do not compute what the modules do."""
-    model, args, taken = model.with_kv_caching(True), model.args, Seconds()
+def try_steps(model: Transformer, runner: GraphRunner) -> None:
+    """Raise Unsupported if steps do not compute what the modules do."""
+    model, args = model.with_kv_caching(True), model.args
     shapes = [(rows, min(length, args.max_seq_len)) for rows, length in SHAPES if rows <= (args.max_batch_size or rows)]
     for rows, length in dict.fromkeys(shapes):
         with _filled(model, runner, rows, length) as (buffers, ids, expected):
             ops = runner.ops
             _check_layers(model, buffers, ops)
             _check_logits(model, ops, next_logits(model, buffers, ops), expected)
-            replay = _check_recorded(model, runner, buffers, ids)
+            _check_recorded(model, runner, buffers, ids)
             _place(buffers, ids)
             _check_replays(model, buffers, ops)
-            if rows in (FEW, MANY):
-                taken[rows] = _timed(model, replay)
-    return taken
 
 
 def _check_layers(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) -> None:
@@ -133,10 +107,8 @@ def _check_replays(model: Transformer, buffers: DecodeBuffers, ops: GraphOps) ->
             raise Unsupported(f"replay {number} of {ops.name} kernels makes other logits than the first")
 
 
-def _check_recorded(
-    model: Transformer, runner: GraphRunner, buffers: DecodeBuffers, ids: Tensor
-) -> Callable[[], object]:
-    """Return a recorded step. Raises Unsupported if two replays do not what two unrecorded steps do."""
+def _check_recorded(model: Transformer, runner: GraphRunner, buffers: DecodeBuffers, ids: Tensor) -> None:
+    """Raise Unsupported if two replays of a recorded step do not what two unrecorded steps do."""
     _place(buffers, ids)
     step, wanted = runner.step(model, buffers, GREEDY_KEY), []
     for _ in range(2):
@@ -148,7 +120,6 @@ def _check_recorded(
         replay()
         if not all(map(torch.equal, buffers.state(), states)):
             raise Unsupported(f"a recorded step of {runner.ops.name} kernels does not repeat what was recorded")
-    return replay
 
 
 @contextmanager
@@ -174,16 +145,33 @@ def _filled(
             runner.drop()
 
 
-def with_prompts(model: Transformer, ops: GraphOps) -> GraphOps:
-    """Return the functions, which leave prompts to the plain path if their trial fails; that is logged."""
-    if not ops.prompts:
-        return ops
-    try:
-        try_prompts(model, ops)
-    except Exception as why:  # a compiler or a driver may raise anything
-        logger.warning("fast: prompts run on the plain path: %s", short_message(why))
-        return ops._replace(prompts=False)
+def usable(model: Transformer, ops: GraphOps) -> GraphOps:
+    """Return the functions without those of prompts, or of the nucleus, if their trial fails; that is logged."""
+    for part, trial, instead in (
+        ("prompts", try_prompts, "prompts run on the plain path"),
+        ("nucleus", try_nucleus, "the vocabulary is sorted"),
+    ):
+        try:
+            if getattr(ops, part):
+                trial(model, ops)
+        except Exception as why:  # a compiler or a driver may raise anything
+            logger.warning("fast: %s: %s", instead, short_message(why))
+            without: dict[str, Any] = {part: None}
+            ops = ops._replace(**without)
     return ops
+
+
+def try_nucleus(model: Transformer, ops: GraphOps) -> None:
+    """Raise Unsupported if a choice is not that of the sorted vocabulary, from flat logits and from peaked ones."""
+    assert ops.nucleus is not None
+    stream, size = torch.Generator("cpu").manual_seed(0), (DRAWS, model.args.vocab_size)
+    draws = torch.rand(DRAWS, generator=stream, dtype=torch.float64).to(model.device)
+    for spread in (0.1, 5.0):
+        logits = (spread * torch.randn(size, generator=stream)).to(model.device)
+        ids, sure = ops.nucleus(logits, 0.7, 0.9, draws)
+        wanted, _ = choose(logits, Settings(0.7, 0.9, None, None, None), None, draws, whole=True)
+        if not sure.all() or not torch.equal(ids, wanted):
+            raise Unsupported(f"the choices of {ops.name} kernels are not those of a sort")
 
 
 def try_prompts(model: Transformer, ops: GraphOps) -> None:
@@ -239,16 +227,3 @@ def _place(buffers: DecodeBuffers, ids: Tensor) -> None:
     buffers.tokens.zero_()
     buffers.tokens[:, : ids.shape[1]] = ids
     buffers.positions.fill_(ids.shape[1] - 1)
-
-
-def _timed(model: Transformer, step: Callable[[], object]) -> float:
-    """Return the seconds of a step, from the fastest of TRIES."""
-    seconds = []
-    for _ in range(TRIES):
-        wait_for(model.device)
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        wait_for(model.device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds) / STEPS

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -20,12 +19,14 @@ from llama import testing
 from llama.args import ModelArgs
 from llama.costs import RELEASED
 from llama.fast.choose import candidates
+from llama.fast.graph_buffers import GraphKey
 from llama.fast.graph_ops import FLASH, MASKED, GraphOps
 from llama.fast.graph_runner import GraphRunner, prompt_logits
-from llama.fast.graph_trial import TOLERANCE, try_prompts, try_steps
+from llama.fast.graph_trial import TOLERANCE, try_nucleus, try_prompts, try_steps
 from llama.kv_cache import KVCache
 from llama.model import Transformer
 from llama.rows import Rows
+from llama.sampling import Sampling
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Tried(NamedTuple):
 
 def tried(args: ModelArgs, dtype: torch.dtype) -> Tried:
     model = random_model(args, dtype)
-    return Tried(model, {ops.name: ops for ops in chain.from_iterable(candidates(model))})
+    return Tried(model, {ops.name: ops for ops in candidates(model)})
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +117,28 @@ def test_greedy_tokens_with_the_cache_are_those_of_the_plain_path_without_it(odd
 def test_steps_and_prompts_are_those_of_the_modules_at_the_sizes_of_llama_1b(large: Tried, name: str) -> None:
     """Recorded and replayed, layer by layer, as the trial at loading requires it."""
     ops, model = large.kernels(name), large.model
-    for rows, seconds in try_steps(model, GraphRunner(ops)).items():
-        logger.info("a step of %s kernels in %s takes %.3f ms with %d rows", name, model.dtype, 1e3 * seconds, rows)
+    try_steps(model, GraphRunner(ops))
     if ops.prompts:
         try_prompts(model, ops)
+    if ops.nucleus is not None:
+        try_nucleus(model, ops)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_steps_are_timed(large: Tried, name: str, rows: int) -> None:
+    """Greedy steps, and steps of the default settings, whose logits are as flat here as a nucleus may be."""
+    ops, model = large.kernels(name), large.model
+    runner, times = GraphRunner(ops), []
+    with torch.inference_mode():
+        buffers = runner.buffers_for(model, rows, 280, model.new_cache())
+        for sampling in (Sampling(temperature=0), Sampling()):
+            settings = sampling.settings
+            buffers.positions.fill_(255)
+            buffers.numbers.copy_(torch.tensor([number or 0.0 for number in settings], dtype=torch.float64))
+            key = GraphKey(1, tuple(number is not None for number in settings))
+            times.append(f"{milliseconds(runner.recorded(model, buffers, key)):.3f}")
+    logger.info("%s kernels, %s, %d rows: a step takes %s ms, greedy and sampled", name, model.dtype, rows, times)
 
 
 @pytest.mark.parametrize("name", KERNELS[:2])
