@@ -241,7 +241,7 @@ def changing(model: Transformer, how: Options, *, change: str | None, room: list
         CHANGED,
         *(case for case in CHANGED if case[0] == "native static"),
         *(("graphs", change) for change in SOME),
-        *(("graphs, uncached", change) for change in SOME[1:5:3]),
+        *(("graphs, uncached", change) for change in SOME[3:5]),
         *(("guessed fp32", change) for change in (*SOME[:5:2], "limit_the_length")),
     ),
 )

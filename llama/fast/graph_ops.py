@@ -198,7 +198,7 @@ PYTORCH = GraphOps("plain", MASKED, rms_norm, rotate, gate, head, advance)
 
 
 def plain_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[GraphOps]:
-    """Return the functions that may run there without a compiler, the faster ones first."""
+    """Return the sets of PyTorch's own functions that may run there, the faster one first."""
     q = torch.empty((1, 1, 1, head_dim), dtype=dtype, device=device)
     flash = head_dim % 8 == 0 and q.is_cuda and can_use_flash_attention(SDPAParams(q, q, q, None, 0.0, False, True))
     return [PYTORCH._replace(name="plain flash", attention=FLASH, prompts=True), PYTORCH] if flash else [PYTORCH]

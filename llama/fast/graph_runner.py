@@ -29,6 +29,7 @@ from llama.fast.graph_buffers import (
     StepBlock,
     allocate,
     padded_width,
+    static_layers,
 )
 from llama.fast.graph_ops import (
     PYTORCH,
@@ -99,7 +100,7 @@ class GraphRunner:
 
     def left(self, model: Transformer, cache: Cache | None) -> Left:
         """Return the calls with such a cache, or without one, that the plain path runs."""
-        if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
+        if (cache is None and self.plain_prompts) or not _is_static(cache):
             return "all"
         return "prompts" if self.plain_prompts else "none"
 
@@ -111,7 +112,7 @@ class GraphRunner:
         """Return the logits of prompts; None for other calls, which the modules compute."""
         if self.plain_prompts or self._retired or rows.start is None or rows.width == 1:
             return None
-        if cache is not None and any(type(layer) is not StaticCache for layer in cache.layers):
+        if not _is_static(cache):
             return None
         try:
             weights = self.describe(model)
@@ -138,9 +139,15 @@ class GraphRunner:
         with self._buffers_of(model, tokens, rows, cache) as buffers:
             if buffers is None or buffers.weights is not self.describe(model):
                 return None
-            width = padded_width(buffers.rows, rows.width, buffers.slots)
-            if rows.start is None or width is None or rows.start + width > buffers.slots:
+            width, start = padded_width(buffers.rows, rows.width, buffers.slots), rows.starts[0]
+            if width is None or start + width > buffers.slots:
                 return None
+            if (
+                cache is not None
+                and start
+                and not all(layer.fits(len(tokens), start) for layer in static_layers(cache))
+            ):
+                return None  # there is a gap in the cache
             return self.prompt(model, buffers, tokens, rows, cache, width)[:, None]
 
     @contextmanager
@@ -148,10 +155,9 @@ class GraphRunner:
         self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None
     ) -> Iterator[DecodeBuffers | None]:
         """Yield the buffers that the caller's text uses, or for one row any that no text uses; otherwise None."""
-        own, bsz = next((buffers for buffers in self._sets if buffers.fed is tokens), None), len(rows.starts)
-        width = None if own is not None else padded_width(bsz, rows.width)
-        # Several rows of a cache of their own would need as much memory again.
-        if width is None or (cache is not None and bsz > 1) or self.in_use.locked():
+        own = next((one for one in self._sets if one.fed is tokens and (one.cache is None) == (cache is None)), None)
+        width = None if own is not None or len(rows.starts) > 1 else padded_width(1, rows.width)
+        if width is None:
             yield own
             return
         with self._in_call:
@@ -160,7 +166,7 @@ class GraphRunner:
                 return
             try:
                 empty = None if cache is None else model.new_cache(cache.kind)
-                yield self.buffers_for(model, bsz, max(rows.starts) + width, empty)
+                yield self.buffers_for(model, 1, rows.starts[0] + width, empty)
             finally:
                 self.in_use.release()
 
@@ -171,17 +177,16 @@ class GraphRunner:
 
         cache: the one that is fed, which is copied into the buffers and back unless it is theirs.
         """
-        assert rows.start is not None
-        copied, bsz = cache is not buffers.cache, len(rows.starts)
+        copied, bsz, start = cache is not buffers.cache, len(rows.starts), rows.starts[0]
         if copied:
-            _copy(cache, buffers.cache, bsz, 0, rows.start)
-        buffers.hold(tokens, rows.start, rows.lengths)
+            _copy(cache, buffers.cache, bsz, 0, start)
+        buffers.hold(tokens, start, rows.lengths)
         self.recorded(model, buffers, GraphKey(width))()
         if copied:
             assert cache is not None
             for own in cache.layers:
                 own.prepare(rows, like=model.norm.weight)
-            _copy(buffers.cache, cache, bsz, rows.start, rows.end)
+            _copy(buffers.cache, cache, bsz, start, rows.end)
         buffers.mark()
         return buffers.logits.clone()
 
@@ -201,7 +206,7 @@ class GraphRunner:
         rows, length = len(request.prompts), request.longest
         made: GraphStepper | None = None
         try:
-            if not caching_of(model) and padded_width(rows, max(map(len, request.prompts)), length) is None:
+            if not caching_of(model) and padded_width(rows, max(map(len, request.prompts))) is None:
                 return None  # calls that are not recorded
             buffers = self.buffers_for(model, rows, length, self._new_cache(model, request, cache))
             if cache is not None and rows == 1:
@@ -277,7 +282,7 @@ class GraphRunner:
                 raise Unsupported("these kernels' steps need the KV cache")
             return None
         cache = model.new_cache(request.kv_cache) if given is None else given
-        if any(type(layer) is not StaticCache for layer in cache.layers):
+        if not _is_static(cache):
             raise Unsupported(f"kv_cache={cache.kind!r} has no fast step; these kinds have one: static")
         return cache if given is None else model.new_cache(cache.kind)
 
@@ -464,6 +469,11 @@ class GraphStepper(PlainStepper):
         return [row.number for row in self.batch.rows]
 
 
+def _is_static(cache: Cache | None) -> bool:
+    """Return True if graphs may use a cache: all layers are static, or there is none."""
+    return cache is None or all(type(layer) is StaticCache for layer in cache.layers)
+
+
 def _copy(source: Cache | None, target: Cache | None, rows: int, begin: int, end: int) -> None:
     """Copy the first rows of a static cache, from position `begin` up to `end`."""
     assert source is not None
@@ -508,7 +518,9 @@ def fed_tokens(buffers: DecodeBuffers, ops: GraphOps, width: int) -> tuple[Tenso
     positions = newest if width == 1 else first + torch.arange(width, device=device)
     attention = None if width == 1 and ops.step is not None else ops.attention
     slots = width if buffers.cache is None else buffers.slots
-    return buffers.tokens.gather(1, positions), shared_by_layers(attention, positions, slots, *buffers.cos_sin)
+    # Padding repeats the newest token: tokens of earlier texts may give NaN, which times a weight of 0 is NaN.
+    ids = buffers.tokens.gather(1, positions.minimum(newest))
+    return ids, shared_by_layers(attention, positions, slots, *buffers.cos_sin)
 
 
 def next_layer(

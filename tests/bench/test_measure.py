@@ -392,6 +392,17 @@ def test_the_predicted_peak_is_that_of_pytorchs_allocator(
     assert sum(row["predicted_bytes"] for row in rows if row.get("counts")) == predicted
 
 
+def test_the_peak_of_a_gpu_has_the_memory_of_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays use it, and PyTorch counts it as free."""
+    segments = [
+        {"segment_pool_id": pool, "total_size": 100, "allocated_size": used}
+        for pool, used in (((0, 0), 10), ((0, 3), 30))
+    ]
+    for name, made in {"synchronize": None, "max_memory_allocated": 1000, "memory_snapshot": segments}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
+    assert memory.peaks(torch.device("cuda"))["tensor_peak_bytes"] == 1070
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @MODES
 @pytest.mark.parametrize("logits", ["last", "all"])

@@ -111,6 +111,7 @@ def test_details_of_a_run_without_a_cache_name_the_whole_text() -> None:
     assert told["tokens"] == "3 x 7 in, 3 x 3 out, 72 fed of 72 worked out"
     assert told["warm-up"].endswith("the 1 longer steps are each the first of their shape")
     assert "longer" not in details(good_run(), cell=off.but(output_len=2))["warm-up"]
+    assert "longer" not in details(good_run(fed=WHOLE), good_warm_up(fed=WHOLE), off)["warm-up"]
 
 
 def test_a_warm_up_of_one_token_is_a_prefill_alone() -> None:

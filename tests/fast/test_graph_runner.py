@@ -30,6 +30,7 @@ from torch import Tensor
 
 from llama import sampling
 from llama.args import ModelArgs
+from llama.batch import NonFiniteLogits
 from llama.fast import choose, graph_buffers, graph_ops, graph_runner, graph_trial
 from llama.fast.fingerprint import Descriptions
 from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, padded_width
@@ -265,24 +266,7 @@ def test_a_prompt_is_one_recorded_call_and_so_is_a_step_without_the_cache(kv_cac
 
 def test_widths_of_recorded_calls_are_few_and_at_most_a_quarter_of_a_long_one_is_padding() -> None:
     widths = [padded_width(1, width, 4096) for width in range(1, 2049)]
-    assert list(dict.fromkeys(widths)) == [
-        64,
-        128,
-        192,
-        256,
-        320,
-        384,
-        448,
-        512,
-        640,
-        768,
-        896,
-        1024,
-        1280,
-        1536,
-        1792,
-        2048,
-    ]
+    assert list(dict.fromkeys(widths)) == [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256)]
     assert all(made is not None and width <= made for width, made in enumerate(widths, 1))
     assert all(made is not None and made < 1.25 * width for width, made in enumerate(widths, 1) if width > 256)
     assert [padded_width(rows, 250, 512) for rows in (8, 9)] == [256, None]  # more tokens wait for the device
@@ -295,6 +279,39 @@ def test_prompts_of_many_lengths_share_recordings_and_stale_tokens_behind_them_h
     for length in (130, 2, 64, 40, 63):
         steps_of_same_tokens(both, [[*range(1, 60), *range(1, 60), *range(1, 20)][:length], [7]], 3, **GREEDY)
     assert len(recordings) == 3  # of 64 and 192 tokens, and a step
+
+
+@pytest.mark.parametrize("kv_caching", [True, False])
+def test_a_text_that_failed_leaves_nothing_that_a_later_one_reads(kv_caching: bool) -> None:
+    """NaN in padding would reach a text: attention's weight of 0 times NaN is NaN."""
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    for model in both:
+        model.tok_embeddings.weight[9] = torch.inf
+        with pytest.raises(NonFiniteLogits):
+            model.generate_tokens([[1, 2, 3, 4, 9, 9, 9]], 5, kv_caching=kv_caching, **GREEDY)
+    assert steps_of_same_tokens(both, [[1, 2, 3]], 5, kv_caching=kv_caching, **GREEDY) == 5
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_the_switch_in_the_middle_of_a_text_retires_no_graphs(start: bool, caplog: pytest.LogCaptureFixture) -> None:
+    both = twins()
+    both[1].runner = GraphRunner(WITH_PROMPTS)
+    made = []
+    for model in both:
+        model.kv_caching = start
+        stream = model.stream(Ids(), [[5, 9]], 12, **GREEDY)
+        texts: list[Any] = [next(stream) for _ in range(4)]
+        model.kv_caching = not start
+        try:
+            texts += stream
+        except ValueError as error:
+            texts.append(str(error))
+        model.kv_caching = True
+        made.append(texts)
+    assert made[0] == made[1]
+    assert all("a kernel failed" not in words for words in caplog.messages)
+    assert steps_of_same_tokens(both, PROMPTS, 5, **GREEDY) == 5
 
 
 @pytest.mark.parametrize("kv_caching", [True, False])
@@ -365,7 +382,7 @@ def test_calls_of_the_model_are_recorded_if_they_are_prompts_and_no_large_cache_
     ids = torch.arange(1, 301, device=DEVICE).view(1, -1) % VOCAB
     calls = [  # rows, start, end, whether the call is the runner's, and the number of recordings after it
         *((1, 0, 200, True, 1), (1, 200, 201, False, 1), (1, 201, 230, True, 2), (1, 230, 300, True, 3)),
-        *((2, 0, 9, True, 3), (2, 9, 20, False, 3)),
+        *((2, 0, 9, True, 3), (2, 9, 20, False, 3), (1, 0, 5, True, 3)),
     ]
     caches: list[Any] = [None, None]
     kept = []
@@ -377,6 +394,9 @@ def test_calls_of_the_model_are_recorded_if_they_are_prompts_and_no_large_cache_
             kept.append([model(fed, start, cache=one, logits="last") for model, one in zip(both, caches, strict=True)])
             assert runner_of(both[1]).forwards == before + ours
             assert len(recordings) == recorded, (rows, start, end)
+        before = runner_of(both[1]).forwards
+        both[1](ids[:, 250:260], 250, cache=caches[1], logits="last")  # behind a gap, which is the caller's
+        assert (runner_of(both[1]).forwards, runner_of(both[1])._retired) == (before, False)
     for theirs, made in kept:  # a later call does not change the logits of an earlier one
         torch.testing.assert_close(made, theirs, rtol=0, atol=1e-9)
 

@@ -42,7 +42,7 @@ KERNELS = ("Triton", "plain flash", "plain")
 ROWS = (1, 3, 17)  # one row, several, and many
 KINDS = sorted(name for name, kind in KVCache.kinds.items() if kind.__module__.startswith("llama."))
 MODELS = {"float32": (LARGE, torch.float32), "bfloat16": (LARGE, torch.bfloat16), "Qwen": (QWEN, torch.bfloat16)}
-PROMPTS = [(1, 64), (1, 256), (8, 256), (1, 2048)]  # rows and tokens of each
+PROMPTS = [(1, 64, 0), (1, 256, 0), (8, 256, 0), (1, 2048, 0), (2, 192, 300)]  # rows, tokens, those before them
 
 
 def random_model(args: ModelArgs, dtype: torch.dtype) -> Transformer:
@@ -143,21 +143,27 @@ def test_steps_are_timed(large: Tried, name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", KERNELS[:2])
 @pytest.mark.parametrize("kv_caching", [True, False])
-@pytest.mark.parametrize(("rows", "width"), PROMPTS)
+@pytest.mark.parametrize(("rows", "width", "start"), PROMPTS)
 def test_recorded_prompts_are_those_of_the_modules(
-    large: Tried, name: str, kv_caching: bool, rows: int, width: int
+    large: Tried, name: str, kv_caching: bool, rows: int, width: int, start: int
 ) -> None:
+    if start and not kv_caching:
+        pytest.skip("without the cache every prompt begins at 0")
     ops, model = large.kernels(name), large.model.with_kv_caching(kv_caching)
-    runner, lengths = GraphRunner(ops), Rows.at([0] * rows, [width] * rows, prompt_ends=True)
+    runner, fed = GraphRunner(ops), Rows.at([start] * rows, [width] * rows, prompt_ends=True)
     with torch.inference_mode():
-        ids = torch.randint(LARGE.vocab_size, (rows, width), device="cuda")
+        ids = torch.randint(LARGE.vocab_size, (rows, start + width), device="cuda")
         cache = model.new_cache() if kv_caching else None
-        buffers, weights = runner.buffers_for(model, rows, width, cache), runner.describe(model)
+        buffers, weights = runner.buffers_for(model, rows, start + width, cache), runner.describe(model)
+        if start:
+            model(ids[:, :start], 0, cache=cache, logits="last")
+        ids = ids[:, start:]
         run = {
-            "plain": lambda: model(ids, lengths, cache=cache, logits="last")[:, 0],
-            "unrecorded": lambda: prompt_logits(model, weights, ops, ids, lengths, cache, logits="last")[:, 0],
-            "recorded": lambda: runner.prompt(model, buffers, ids, lengths, cache, width),
+            "plain": lambda: model(ids, fed, cache=cache, logits="last")[:, 0],
+            "recorded": lambda: runner.prompt(model, buffers, ids, fed, cache, width),
         }
+        if not start:
+            run["unrecorded"] = lambda: prompt_logits(model, weights, ops, ids, fed, cache, logits="last")[:, 0]
         wanted = run["plain"]()
         for call in run.values():
             assert (call() - wanted).abs().max() <= TOLERANCE[model.dtype] * wanted.abs().max()

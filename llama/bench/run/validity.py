@@ -91,12 +91,12 @@ def _length(cell: Cell, run: Run) -> Row:
 def _warm_up(cell: Cell, warm_up: Run) -> Row:
     """Did a prefill and a step of the same shapes run before the clock started?"""
     expected = forwards(input_len=cell.input_len, output_len=cell.output_len, kv_caching=cell.kv_caching)
-    wanted = [(cell.batch_size, seqlen) for _, seqlen in expected[:2]]
-    shapes = ", ".join(f"{rows} x {width}" for rows, width in warm_up.fed) or "nothing"
-    words = f"{shapes} fed before the clock was started"
-    if not cell.kv_caching and cell.output_len > 2:
-        words += f"; the {cell.output_len - 2} longer steps are each the first of their shape"
-    return check("warm-up", warm_up.fed[: len(wanted)] == wanted, words)
+    shapes = [(cell.batch_size, seqlen) for _, seqlen in expected]
+    words = f"{', '.join(f'{rows} x {width}' for rows, width in dict.fromkeys(warm_up.fed)) or 'nothing'} fed before"
+    words += " the clock was started"
+    if new := len({*shapes[2:]} - {*shapes[:2], *warm_up.fed}):
+        words += f"; the {new} longer steps are each the first of their shape"
+    return check("warm-up", warm_up.fed[: len(shapes[:2])] == shapes[:2], words)
 
 
 def _statistics(reset_seen: tuple[int, int] | None) -> Row:
