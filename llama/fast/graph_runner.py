@@ -3,7 +3,7 @@
 The host launches several steps, and reads their tokens while the next ones run. A step feeds each row's newest token,
 or the whole prefix if the cache is off. Prompts are recorded too, padded to few widths. What is too large for the host
 to be the limit runs unrecorded. All of it consists of the functions in `llama.fast.graph_ops`, which
-`llama.fast.graph_trial` selects. On a CPU the same calls run unrecorded: this is how they are tested without a GPU.
+`llama.fast.graph_trial` selects. On a CPU, which has no graphs, the same calls run unrecorded.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Recorded steps make the tokens of the plain path, step by step, or leave the text to it.
 
-Without a GPU the same steps run unrecorded, in float64, so that no rounding decides a token: these tests check what the
-steps read and write, and how often they are recorded. With a GPU, they run there as CUDA graphs.
+Without a GPU, a recording repeats the operations that were executed, on the same tensors (support/taped.py). Their
+float64 is so exact that no rounding decides a token. With a GPU, the recordings are CUDA graphs.
 """
 
 import copy
@@ -24,6 +24,7 @@ from changes import CHANGES
 from fakes import Ids
 from generations import GREEDY, WAYS
 from paths import WITH_PROMPTS
+from taped import Taped
 from threads import in_threads
 from tiny import tiny_args, tiny_model
 from torch import Tensor
@@ -55,7 +56,7 @@ def twins(
 ) -> tuple[Transformer, Transformer]:
     """Return a model of the plain path, and its copy with recorded steps."""
     plain, fast = (tiny_model(args, dtype=dtype).to(device).requires_grad_(False) for _ in range(2))
-    fast.runner = GraphRunner()
+    fast.runner = GraphRunner(recorder=Taped)
     return plain, fast
 
 
@@ -77,7 +78,7 @@ def recordings_of(model: Transformer, ops: GraphOps = PYTORCH) -> list[object]:
     """Give the model a runner, and return a list that grows by one with each step that it records."""
     made: list[object] = []
 
-    class Counting(Recorder):
+    class Counting(Taped):
         def __call__(self, step: Replay) -> Replay:
             made.append(step)
             return super().__call__(step)
@@ -209,6 +210,23 @@ def test_a_twin_of_a_model_with_the_other_switch_uses_the_same_graphs() -> None:
     assert len(recordings) == 1
 
 
+def test_a_recording_repeats_operations_on_tensors_and_refuses_to_wait_for_a_number() -> None:
+    made, seen = torch.zeros(2), list[int]()
+
+    def step() -> None:
+        seen.append(1)
+        made.copy_(made + len(seen))
+
+    replay = Taped(torch.device("cpu"))(step)
+    made.zero_()
+    replay()
+    replay()
+    assert made.tolist() == [4, 4]  # what the second of two runs added
+    assert len(seen) == 2
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        Taped(torch.device("cpu"))(lambda: made.sum().item())
+
+
 class Forgetful(Recorder):
     """Record a graph that does nothing when it is replayed."""
 
@@ -244,7 +262,7 @@ def test_replaced_weights_are_recorded_again_and_weights_changed_in_place_are_no
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_and_whole_prefixes_are_those_of_the_plain_path(way: str) -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     for kv_caching in (True, False):
         assert steps_of_same_tokens(both, PROMPTS, 9, kv_caching=kv_caching, **WAYS[way]) == 9
 
@@ -257,7 +275,7 @@ def keys_of(model: Transformer) -> list[GraphKey]:
 @pytest.mark.parametrize("kv_caching", [True, False])
 def test_a_prompt_is_one_recorded_call_and_so_is_a_step_without_the_cache(kv_caching: bool) -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     assert steps_of_same_tokens(both, [[5] * 60], 9, kv_caching=kv_caching, **GREEDY) == 9
     prompts = [key.width for key in keys_of(both[1]) if key.chooses is None]
     steps = [key.width for key in keys_of(both[1]) if key.chooses is not None]
@@ -285,7 +303,7 @@ def test_prompts_of_many_lengths_share_recordings_and_stale_tokens_behind_them_h
 def test_a_text_that_failed_leaves_nothing_that_a_later_one_reads(kv_caching: bool) -> None:
     """NaN in padding would reach a text: attention's weight of 0 times NaN is NaN."""
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     for model in both:
         model.tok_embeddings.weight[9] = torch.inf
         with pytest.raises(NonFiniteLogits):
@@ -296,7 +314,7 @@ def test_a_text_that_failed_leaves_nothing_that_a_later_one_reads(kv_caching: bo
 @pytest.mark.parametrize("start", [True, False])
 def test_the_switch_in_the_middle_of_a_text_retires_no_graphs(start: bool, caplog: pytest.LogCaptureFixture) -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     made = []
     for model in both:
         model.kv_caching = start
@@ -319,7 +337,7 @@ def test_calls_that_are_too_large_are_not_recorded_and_a_text_may_grow_into_them
     kv_caching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     monkeypatch.setattr(graph_buffers, "RECORDED_TOKENS", 3 * 64)
     assert steps_of_same_tokens(both, [[5] * 58, [7], [9]], 15, kv_caching=kv_caching, **GREEDY) == 15
     assert [(key.width, key.chooses is None) for key in keys_of(both[1])] == [
@@ -333,7 +351,7 @@ def test_calls_that_are_too_large_are_not_recorded_and_a_text_may_grow_into_them
 
 def test_every_turn_of_a_session_is_a_recorded_prompt_behind_what_is_cached() -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     made: list[list[Any]] = []
     for model in both:
         session, texts = model.session(Ids()), list[Any]()
@@ -355,7 +373,7 @@ def test_every_turn_of_a_session_is_a_recorded_prompt_behind_what_is_cached() ->
 
 def test_a_common_prefix_is_fed_once_and_the_rest_by_a_recorded_call() -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     prompts = [[5, 6, 7, 8, 9, row, 3] for row in range(3)]
     assert steps_of_same_tokens(both, prompts, 9, share_prefix=True, **GREEDY) == 10
     assert {key.width for key in keys_of(both[1])} == {1, 64}
@@ -364,7 +382,7 @@ def test_a_common_prefix_is_fed_once_and_the_rest_by_a_recorded_call() -> None:
 @pytest.mark.parametrize("kv_caching", [True, False])
 def test_a_call_in_the_middle_of_a_text_leaves_the_buffers_to_the_text(kv_caching: bool) -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     texts: list[list[Any]] = []
     for model in both:
         other, got = model.with_kv_caching(False), list[Any]()
@@ -405,7 +423,7 @@ def test_a_text_waits_for_another_thread_s_recorded_prompt_and_has_the_graphs_th
     plain, fast = twins()
     feeding, beginning = Event(), Event()
 
-    class Slow(Recorder):
+    class Slow(Taped):
         def __call__(self, step: Replay) -> Replay:
             feeding.set()
             beginning.wait(9)
@@ -426,7 +444,7 @@ def test_a_text_waits_for_another_thread_s_recorded_prompt_and_has_the_graphs_th
 
 def test_a_prompt_at_the_end_of_the_buffers_is_plain() -> None:
     both = twins(replace(ARGS, max_seq_len=600))
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     texts = []
     for model in both:
         session = model.session(Ids())
@@ -440,7 +458,7 @@ def test_a_prompt_at_the_end_of_the_buffers_is_plain() -> None:
 
 def test_a_session_without_the_cache_counts_the_tokens_that_recorded_steps_feed() -> None:
     both = twins()
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     fed = []
     for model in both:
         session = model.with_kv_caching(False).session(Ids())
@@ -452,7 +470,7 @@ def test_a_session_without_the_cache_counts_the_tokens_that_recorded_steps_feed(
 
 def test_prompts_of_other_kinds_of_cache_are_plain() -> None:
     both = twins(replace(ARGS, n_heads=2, n_kv_heads=2, head_dim=32))
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     for kind in ("concat", "paged", "int8", "window:8"):
         assert steps_of_same_tokens(both, PROMPTS, 5, kv_cache=kind, **GREEDY) == 0
 
@@ -460,7 +478,7 @@ def test_prompts_of_other_kinds_of_cache_are_plain() -> None:
 def test_prompts_record_gradients_on_the_plain_path() -> None:
     _, fast = twins()
     fast.requires_grad_(True)
-    fast.runner, fast.kv_caching = GraphRunner(WITH_PROMPTS), False
+    fast.runner, fast.kv_caching = GraphRunner(WITH_PROMPTS, Taped), False
     ids = torch.tensor([[1, 2, 3]], device=DEVICE)
     fast(ids).sum().backward()
     assert fast.blocks[0].feed_forward.w1.weight.grad is not None
@@ -592,7 +610,7 @@ def test_a_text_that_ends_before_its_first_step_releases_the_graphs() -> None:
     fast.generate_tokens(PROMPTS, [0, 0, 0], echo=True, **GREEDY)
     assert are_free(fast)
     handle = fast.blocks[0].register_forward_pre_hook(lambda *_: 1 // 0)
-    fast.runner = GraphRunner()
+    fast.runner = GraphRunner(recorder=Taped)
     fast.runner._descriptions = Descriptions(lambda _: None)  # type: ignore[assignment]  # as if the hook came a moment later
     with pytest.raises(ZeroDivisionError) as caught:
         fast.generate_tokens(PROMPTS, 9, **GREEDY)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from native import ARGS, FOLDER, VOCAB, twins
+from taped import Taped
 from tiny import tiny_model
 
 from llama.batch import Row
@@ -193,7 +194,7 @@ def graphs(*, kv_caching: bool = True) -> Path:
     """Return a plain model in float64, and one with recorded calls, which run unrecorded without a GPU."""
     device, args = "cuda" if torch.cuda.is_available() else "cpu", replace(ARGS, **SIZES, kv_caching=kv_caching)
     both = [tiny_model(args, dtype=torch.float64).to(device).requires_grad_(False) for _ in "ab"]
-    both[1].runner = GraphRunner(WITH_PROMPTS)
+    both[1].runner = GraphRunner(WITH_PROMPTS, Taped)
     return Path(*both, atol=1e-9, facts=("tokens", "cached", "stored") if kv_caching else ("tokens",))
 
 
