@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from generations import WAYS
 from machine_code import SHARED, launches, machine_code
+from paths import WITH_PROMPTS
 from skips import can_interpret, check_in_interpreter, interpreted, not_interpreted
+from tiny import tiny_args, tiny_model
 from torch import Tensor
 
 from llama.fast import graph_ops
@@ -27,6 +30,7 @@ from llama.fast.graph_ops import (
     prepare_mask,
     shared_by_layers,
 )
+from llama.fast.graph_runner import GraphRunner
 from llama.rope import RopeTable, rope_frequencies, rotate
 
 triton = pytest.importorskip("triton")
@@ -188,6 +192,19 @@ def test_prompts_equal_the_plain_ones(rows: int) -> None:
     given = torch.randn(rows * 7, 64), weights, shared, fresh
     own = kernels.TRITON._replace(attention=PYTORCH.attention)
     torch.testing.assert_close(layer(own, *given), layer(PYTORCH, *given), **CLOSE)
+
+
+@interpreted
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_texts_by_all_kernels_together_are_those_of_the_plain_path(way: str) -> None:
+    """Steps, prompts and choices of a model of Qwen's kind; only the attention of prompts is PyTorch's."""
+    sizes = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 128, "vocab_size": 2500}
+    args = tiny_args(**sizes, n_layers=1, attention_bias=True, qk_norm=True, max_seq_len=64)
+    plain, fast = (tiny_model(args, dtype=torch.float32).requires_grad_(False) for _ in range(2))
+    fast.runner = GraphRunner(kernels.TRITON._replace(attention=WITH_PROMPTS.attention))
+    prompts, how = [[5, 9, 2, 44, 1000], [7]], WAYS[way]
+    assert fast.generate_tokens(prompts, 4, **how) == plain.generate_tokens(prompts, 4, **how)
+    assert fast.runner.forwards == 4
 
 
 # Compilation by Triton, which the interpreter leaves out. It needs no GPU.
