@@ -235,8 +235,4 @@ def _clear_workspaces() -> None:
 
 def allocate(cache: Cache, rows: int, slots: int, *, like: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Make each layer of a static cache at least so large; return the keys and the values of each layer."""
-    return [layer.room(rows, slots, like=like) for layer in static_layers(cache)]
-
-
-def static_layers(cache: Cache) -> list[StaticCache]:
-    return [layer for layer in cache.layers if isinstance(layer, StaticCache)]
+    return [layer.room(rows, slots, like=like) for layer in cache.layers if isinstance(layer, StaticCache)]

@@ -2,8 +2,8 @@
 
 The host launches several steps, and reads their tokens while the next ones run. A step feeds each row's newest token,
 or the whole prefix if the cache is off. Prompts are recorded too, padded to few widths. What is too large for the host
-to be the limit runs unrecorded. All of it consists of the functions in `llama.fast.graph_ops`, which
-`llama.fast.graph_trial` selects. On a CPU, which has no graphs, the same calls run unrecorded.
+to be the limit runs unrecorded. What a call computes is in `llama.fast.graph_calls`; `llama.fast.graph_trial` compares
+it with the modules. On a CPU, which has no graphs, the same calls run unrecorded.
 """
 
 import logging
@@ -21,34 +21,13 @@ from torch import Tensor
 from llama.args import Refused
 from llama.batch import Batch, Chosen, Token
 from llama.fast.fingerprint import Descriptions
-from llama.fast.graph_buffers import (
-    DecodeBuffers,
-    GraphKey,
-    Recorder,
-    Replay,
-    StepBlock,
-    allocate,
-    padded_width,
-    static_layers,
-)
-from llama.fast.graph_ops import (
-    PYTORCH,
-    GraphOps,
-    LayerWeights,
-    Shared,
-    Store,
-    cached_layer,
-    fresh,
-    if_finite,
-    layer,
-    shared_by_layers,
-    step_on,
-)
+from llama.fast.graph_buffers import DecodeBuffers, GraphKey, Recorder, Replay, StepBlock, allocate, padded_width
+from llama.fast.graph_calls import next_logits, prompt_logits
+from llama.fast.graph_ops import PYTORCH, GraphOps, LayerWeights, if_finite, step_on
 from llama.fast.supported import Unsupported, WarnOnce, caching_of, check_modules
 from llama.generation import PlainStepper
-from llama.kv_cache import Cache, KVCache, StaticCache
+from llama.kv_cache import Cache, StaticCache
 from llama.model import RMSNorm, Transformer
-from llama.ops import last_real
 from llama.quant.layers import quantized_weights
 from llama.request import Request
 from llama.rows import Rows
@@ -139,15 +118,9 @@ class GraphRunner:
         with self._buffers_of(model, tokens, rows, cache) as buffers:
             if buffers is None or buffers.weights is not self.describe(model):
                 return None
-            width, start = padded_width(buffers.rows, rows.width, buffers.slots), rows.starts[0]
-            if width is None or start + width > buffers.slots:
+            width = padded_width(buffers.rows, rows.width, buffers.slots)
+            if width is None or rows.starts[0] + width > buffers.slots:
                 return None
-            if (
-                cache is not None
-                and start
-                and not all(layer.fits(len(tokens), start) for layer in static_layers(cache))
-            ):
-                return None  # there is a gap in the cache
             return self.prompt(model, buffers, tokens, rows, cache, width)[:, None]
 
     @contextmanager
@@ -475,11 +448,13 @@ def _is_static(cache: Cache | None) -> bool:
 
 
 def _copy(source: Cache | None, target: Cache | None, rows: int, begin: int, end: int) -> None:
-    """Copy the first rows of a static cache, from position `begin` up to `end`."""
+    """Copy the first rows of a static cache, from position `begin` up to `end`. Raises Unsupported if it has fewer."""
     assert source is not None
     assert target is not None
     for one, other in zip(source.layers, target.layers, strict=True):
         for name, tensor in one.held().items():
+            if tensor.shape[1] < end:  # a caller may leave a gap before a call
+                raise Unsupported("the cache has fewer positions than the call begins at")
             other.held()[name][:rows, begin:end] = tensor[:rows, begin:end]
 
 
@@ -493,83 +468,6 @@ def _describe(model: Transformer) -> list[LayerWeights]:
         eps = {name: module.eps for name, module in block.named_modules() if isinstance(module, RMSNorm)}
         layers.append(LayerWeights(dict(block.named_parameters(remove_duplicate=False)), eps))
     return layers
-
-
-def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, width: int = 1) -> Tensor:
-    """Feed `width` tokens of every row; return the logits after each row's newest token, (rows, vocab).
-
-    A width of 1 is the newest token, with the cache. Otherwise the tokens from `starts` on are fed; those behind the
-    newest one are padding. With the switch off they begin at position 0, and there is no cache to read or write.
-    """
-    ids, shared = fed_tokens(buffers, ops, width)
-    h: Tensor = model.tok_embeddings(ids.flatten())
-    for number, weights in enumerate(buffers.weights):
-        h = next_layer(buffers, ops, number, h, weights, shared)
-    if width > 1:
-        last = (buffers.positions - buffers.starts).clamp(max=width - 1)  # rows that have ended may be longer
-        h = h.view(buffers.rows, width, -1)[torch.arange(buffers.rows, device=h.device), last]
-    return ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-
-
-def fed_tokens(buffers: DecodeBuffers, ops: GraphOps, width: int) -> tuple[Tensor, Shared]:
-    """Return the ids of the tokens that a call feeds, (rows, width), and what all layers share."""
-    device = buffers.tokens.device
-    newest, first = buffers.positions[:, None], buffers.starts[:, None]
-    positions = newest if width == 1 else first + torch.arange(width, device=device)
-    attention = None if width == 1 and ops.step is not None else ops.attention
-    slots = width if buffers.cache is None else buffers.slots
-    # Padding repeats the newest token: tokens of earlier texts may give NaN, which times a weight of 0 is NaN.
-    ids = buffers.tokens.gather(1, positions.minimum(newest))
-    return ids, shared_by_layers(attention, positions, slots, *buffers.cos_sin)
-
-
-def next_layer(
-    buffers: DecodeBuffers, ops: GraphOps, number: int, h: Tensor, weights: LayerWeights, shared: Shared
-) -> Tensor:
-    """Return the output of a layer in a call on the buffers, with the cache or without it."""
-    if buffers.cache is None:
-        return layer(ops, h, weights, shared, fresh)
-    if shared.positions.shape[1] == 1 and ops.step is not None:
-        return ops.step(h, weights, shared, *buffers.keys_values[number])
-    return cached_layer(ops, h, weights, shared, *buffers.keys_values[number])
-
-
-def prompt_logits(
-    model: Transformer,
-    weights: list[LayerWeights],
-    ops: GraphOps,
-    tokens: Tensor,
-    rows: Rows,
-    cache: Cache | None,
-    *,
-    logits: Literal["all", "last"],
-) -> Tensor:
-    """Feed whole prompts unrecorded, with a cache of static layers or without one; return what the model does."""
-    bsz, width = tokens.shape
-    shared = shared_by_prompts(model, ops, bsz, width)
-    h: Tensor = model.tok_embeddings(tokens.flatten())
-    for number, own in enumerate(weights):
-        h = layer(ops, h, own, shared, fresh if cache is None else _stored(cache.layers[number], rows))
-    if logits == "last":
-        h = last_real(h.view(bsz, width, -1), rows.lengths).flatten(0, 1)
-    scores: Tensor = ops.head(h, model.norm.weight, model.norm.eps, model.output.weight)
-    return scores.view(bsz, -1, scores.shape[-1])
-
-
-def _stored(cache: KVCache, rows: Rows) -> Store:
-    """Return a function that writes whole prompts to one layer of a cache; they attend to no other keys."""
-
-    def store(xk: Tensor, xv: Tensor) -> tuple[Tensor, Tensor]:
-        cache.update(rows, xk, xv)
-        return xk, xv
-
-    return store
-
-
-def shared_by_prompts(model: Transformer, ops: GraphOps, bsz: int, width: int) -> Shared:
-    """Return what all layers of a call of whole prompts share."""
-    positions = torch.arange(width, device=model.device).repeat(bsz, 1)
-    return shared_by_layers(ops.attention, positions, width, *model.rope.up_to(width, model.device))
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

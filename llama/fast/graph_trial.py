@@ -14,16 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llama.fast.graph_buffers import LEAST_WIDTH, DecodeBuffers, GraphKey
+from llama.fast.graph_calls import fed_tokens, next_layer, next_logits, prompt_logits, shared_by_prompts
 from llama.fast.graph_ops import GraphOps, fresh, layer
-from llama.fast.graph_runner import (
-    GraphRunner,
-    fed_tokens,
-    next_layer,
-    next_logits,
-    prompt_logits,
-    shared_by_prompts,
-    short_message,
-)
+from llama.fast.graph_runner import GraphRunner, short_message
 from llama.fast.supported import Unsupported
 from llama.model import Transformer
 from llama.ops import without_cudnn

@@ -20,8 +20,9 @@ from llama.args import ModelArgs
 from llama.costs import RELEASED
 from llama.fast.choose import candidates
 from llama.fast.graph_buffers import GraphKey
+from llama.fast.graph_calls import prompt_logits
 from llama.fast.graph_ops import FLASH, MASKED, GraphOps
-from llama.fast.graph_runner import GraphRunner, prompt_logits
+from llama.fast.graph_runner import GraphRunner
 from llama.fast.graph_trial import TOLERANCE, try_nucleus, try_prompts, try_steps
 from llama.kv_cache import KVCache
 from llama.model import Transformer
