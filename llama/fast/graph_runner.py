@@ -390,7 +390,8 @@ class GraphStepper(PlainStepper):
         Return None if no steps are left, or if a step failed, which is logged; the steps before it still complete.
         """
         runner, buffers, batch, request = self._runner, self._buffers, self.batch, self.batch.request
-        count = min(batch.left - ahead, SYNC_INTERVAL)
+        # A step without the cache takes long: none is computed in vain for the sake of fewer reads.
+        count = min(batch.left - ahead, SYNC_INTERVAL if self.cache is not None else 1)
         keys = list[GraphKey]()
         while len(keys) < count and (key := self._key(ahead + len(keys), whole=whole)) is not None:
             keys.append(key)
