@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from threading import Lock, Semaphore
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 16  # characters of a schema
 SECONDS, WALL_SECONDS = 2.0, 10.0  # of CPU, and at all, to compile a client's schema; Windows has no first limit
+BYTES = 1 << 30  # of address space of the process that tries it; it has 0.3 GB before
+WAITING = 4  # schemas of clients that are being compiled or wait for it, each in a thread of the server's pool
+LATELY = 16  # schemas that are kept compiled, or refused
 ANY_OBJECT = {"type": "object"}  # OpenAI's json_object
 # What a schema cannot change by its own `x-guidance`: texts are JSON, keywords are never ignored, and a text cannot
 # consist of spaces without end.
@@ -34,19 +37,28 @@ _FIXED: Any = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# A process that ends at the limit, or once a schema was compiled or refused.
+# Compiles a schema, as far as its first mask, in a process that ends at the limits of CPU time and memory.
 _CHILD = """
 import json, signal, sys
+sys.path[:] = sys.argv[3:]
+from llguidance import LLMatcher, LLTokenizer
+print("ready", flush=True)
 if hasattr(signal, "setitimer"):
+    import resource
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
-sys.path[:] = sys.argv[2:]
-from llguidance import LLMatcher
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 text, fixed = json.load(sys.stdin)
 try:
-    LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text, overrides=fixed))
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides=fixed)
+    LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_logit_bias()
 except ValueError:
     pass
 """
+
+
+class TooManySchemas(RuntimeError):
+    """Others are being compiled, and as many wait as may."""
 
 
 def llguidance_version() -> str | None:
@@ -93,14 +105,20 @@ class Schema:
         """Return the matcher of a text of which nothing was generated."""
         return self._begin.copy()
 
+    def fails(self) -> str:
+        """Return why a text fails at its first token; "" if it does not."""
+        (first := self.matcher()).mask()
+        return first.error
+
 
 def schema_of(given: Any, tokenizer: Any, vocab_size: int, *, limited: bool = False) -> Schema | None:
     """Return a JSON Schema, given as a mapping or the text of one, for a tokenizer and the ids of a model.
 
-    limited: also refuse a schema that takes long to compile, which a process finds out: it may take any time,
-    in native code that this process could not stop.
+    limited: compile it in another process first, and refuse a schema that takes longer there than SECONDS, or more
+        memory than BYTES: this process could not stop native code.
 
-    Raises ValueError without llguidance, for a schema that it refuses, and for a tokenizer without bytes of tokens.
+    Raises ValueError without llguidance, for a schema that it refuses, and for a tokenizer without bytes of tokens;
+    with `limited` TooManySchemas, and RuntimeError if the other process cannot be started.
     """
     if given is None or isinstance(given, Schema):
         return given
@@ -132,43 +150,73 @@ class _Vocabulary:
         wrapped: Any = _Tokens(tokenizer, size, ends)
         self.size = size
         self._tokens: LLTokenizer = LLTokenizer(wrapped, n_vocab=max(size, *ends) + 1, eos_token=ends)
-        self._lately = lru_cache(maxsize=16)(self._compiled)
+        self._lately: dict[tuple[str, bool], Schema | str] = {}  # or why it is refused; the latest last
+        self._places, self._one_at_a_time = Semaphore(WAITING), Lock()
 
     def schema(self, text: str, limited: bool) -> Schema:
-        """Return a compiled schema, a new one if a text has failed: its further texts would fail at once."""
-        (first := self._lately(text, limited).matcher()).mask()
-        if first.error:
-            self._lately.cache_clear()
-        return self._lately(text, limited)
+        """Return a compiled schema. Raises ValueError if it is refused, and TooManySchemas."""
+        key = text, limited
+        found = self._lately.pop(key, None) or self._waited_for(key)
+        if not isinstance(found, str) and found.fails():  # an earlier text may have used up what its copies share
+            found = self._compiled(text)
+            if not isinstance(found, str) and found.fails():
+                found = f"schema={text:.60} is too complex for llguidance"
+        self._lately[key] = found
+        for oldest in list(self._lately)[:-LATELY]:
+            self._lately.pop(oldest, None)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
 
-    def _compiled(self, text: str, limited: bool) -> Schema:
+    def _waited_for(self, key: tuple[str, bool]) -> "Schema | str":
+        """Return the schema, compiled, or why it is refused; with a limit, one at a time."""
+        text, limited = key
+        if not limited:
+            return self._compiled(text)
+        if not self._places.acquire(blocking=False):
+            raise TooManySchemas(f"{WAITING} schemas are being compiled or wait for it, which is the limit; try again")
+        try:
+            with self._one_at_a_time:
+                return self._lately.get(key) or _over_limit(text) or self._compiled(text)
+        finally:
+            self._places.release()
+
+    def _compiled(self, text: str) -> "Schema | str":
         from llguidance import LLMatcher
 
-        if limited:
-            _check_time(text)
         try:
             matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(text, overrides=_FIXED), log_level=0)
-            if not (why := matcher.get_error()):
-                (first := Matcher(matcher, self.size).copy()).mask()
-                why = first.error  # no text satisfies the schema
+            made = Schema(text, Matcher(matcher, self.size))
+            if not (why := matcher.get_error() or made.fails()):  # no text satisfies the schema
+                return made
         except ValueError as error:
             why = str(error)
-        if why:
-            raise ValueError(f"schema={text:.60} is refused by llguidance: {why.splitlines()[0]}")
-        return Schema(text, Matcher(matcher, self.size))
+        return f"schema={text:.60} is refused by llguidance: {why.splitlines()[0]}"
 
 
-def _check_time(text: str) -> None:
-    """Raise ValueError for a schema that takes longer than the limit to compile."""
-    command = [sys.executable, "-I", "-S", "-c", _CHILD, str(SECONDS), *sys.path]
-    given = json.dumps([text, _FIXED]).encode()
+def _over_limit(text: str) -> str:
+    """Return why a schema is not compiled here: its size or time in another process; "" if it is within the limits.
+
+    Raises RuntimeError if the process cannot be started.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _CHILD, str(SECONDS), str(BYTES), *sys.path]
     try:
-        code = subprocess.run(command, input=given, capture_output=True, timeout=WALL_SECONDS, check=False).returncode
+        done = subprocess.run(
+            command, input=json.dumps([text, _FIXED]).encode(), capture_output=True, timeout=WALL_SECONDS, check=False
+        )
+        ready, code = b"ready" in done.stdout, done.returncode
     except subprocess.TimeoutExpired:
-        code = -1
-    if code:
-        limit = f"{SECONDS:g} s of CPU time" if hasattr(signal, "setitimer") else f"{WALL_SECONDS:g} s"
-        raise ValueError(f"schema={text:.60} takes more than {limit} to compile; use fewer patterns, or none in allOf")
+        ready, code = True, 1
+    except (OSError, TypeError) as error:
+        raise RuntimeError(f"the process that compiles schemas could not be started: {error}") from error
+    if not ready:
+        raise RuntimeError(
+            f"the process that compiles schemas ended with {code}: {done.stderr.decode(errors='replace')[-200:]}"
+        )
+    if not code:
+        return ""
+    limit = f"{SECONDS:g} s of CPU time or {BYTES >> 20} MiB" if hasattr(signal, "setitimer") else f"{WALL_SECONDS:g} s"
+    return f"schema={text:.60} takes more than {limit} to compile; use fewer or simpler patterns, and smaller multiples"
 
 
 class _Tokens:

@@ -286,14 +286,49 @@ def test_what_is_no_schema_is_refused_with_llguidance_s_words() -> None:
     )
 
 
-def test_a_schema_that_takes_too_long_to_compile_is_refused_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, patterns = Pieces(), [{"type": "string", "pattern": f"[a-z]{i}"} for i in range(30)]
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 20_000_003},  # in the lexer, which the first mask builds
+        {"allOf": [{"type": "string", "pattern": f"[a-z]{i}"} for i in range(30)]},
+    ],
+    ids=["multiples", "patterns"],
+)
+def test_a_schema_that_takes_too_long_to_compile_is_refused_within_the_limit_and_at_once_later(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = Pieces()
     assert schema_of(PERSON, codec, 265, limited=True)
     monkeypatch.setattr("llama.schemas.SECONDS", 0.3)
-    with pytest.raises(ValueError, match=r"schema=.* takes more than 0.3 s of CPU time to compile; use fewer patterns"):
-        schema_of({"allOf": patterns}, codec, 265, limited=True)
+    words = r"schema=.* takes more than 0.3 s of CPU time or 1024 MiB to compile; use fewer or simpler patterns"
+    with pytest.raises(ValueError, match=words):
+        schema_of(schema, codec, 265, limited=True)
+    monkeypatch.setattr("subprocess.run", None)
+    with pytest.raises(ValueError, match=words):
+        schema_of(schema, codec, 265, limited=True)
+
+
+def test_a_process_for_schemas_that_cannot_run_is_the_server_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Pieces()
     with pytest.raises(ValueError, match="refused by llguidance: Invalid type: foo"):
         schema_of({"type": "foo"}, codec, 265, limited=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/python")
+        with pytest.raises(RuntimeError, match=r"compiles schemas could not be started: .*No such file"):
+            schema_of(PERSON, codec, 265, limited=True)
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(RuntimeError, match=r"(?s)schemas ended with 1: .*No module named"):
+        schema_of(PERSON, codec, 265, limited=True)
+
+
+def test_a_schema_whose_every_text_fails_is_refused_and_leaves_others_compiled() -> None:
+    """The first mask is computed; a further one passes a limit that the copies of a matcher share."""
+    codec = Pieces()
+    other = schema_of(PERSON, codec, 265)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"schema=.*a\{1000\}.* is (too complex for|refused by) llguidance"):
+            schema_of({"type": "string", "pattern": "^(a{1000}){1000}$"}, codec, 265)
+    assert schema_of(PERSON, codec, 265) is other
 
 
 def test_a_schema_keeps_no_tokenizer_alive() -> None:

@@ -26,7 +26,7 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from llama.host import palette
-from llama.schemas import schema_of
+from llama.schemas import TooManySchemas, schema_of
 from llama.serve.answers import Answer
 from llama.serve.engine import Engine, Job, Update
 from llama.serve.requests import MOST_BYTES, Asked, Refused, check_model, read
@@ -73,7 +73,6 @@ class App:
         self.draining = False
         self.open = 0
         self._chat: ChatFormat | None = None
-        self._compiling = asyncio.Lock()  # one schema at a time, beside the threads that all requests need
         page = _page()
         routes: list[tuple[str, Any]] = [
             ("/", lambda _: page),
@@ -185,8 +184,7 @@ class App:
         if sum(len(reply.jobs) for reply in self.replies) >= self.places:  # before work that takes long
             raise self._busy()
         if asked.options.get("schema") is not None:
-            async with self._compiling:
-                await run_in_threadpool(self._compile, asked)
+            await run_in_threadpool(self._compile, asked)
         prompts = await run_in_threadpool(self._encoded, asked)
         choices = (prompt for prompt in prompts for _ in range(asked.n))
         jobs = [self._job(asked, prompt, index) for index, prompt in enumerate(choices)]
@@ -206,6 +204,8 @@ class App:
             asked.options["schema"] = schema_of(asked.options["schema"], self.engine.tokenizer, size, limited=True)
         except ValueError as error:
             raise Refused(str(error).replace("schema=", "response_format: "), param="response_format") from None
+        except TooManySchemas as error:
+            raise Refused(str(error), 429, code="queue_full", headers={"Retry-After": "1"}) from None
 
     def _encoded(self, asked: Asked) -> list[list[int]]:
         """Return the ids of all prompts, in a thread beside the loop: a chat template is rendered by a process."""

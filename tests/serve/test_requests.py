@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from tiny import tiny_model
 
 from llama.cli import serve
 from llama.host import console, cores
+from llama.schemas import WAITING
 
 
 @pytest.fixture(scope="module")
@@ -132,21 +133,29 @@ def test_a_schema_that_becomes_too_complex_in_the_middle_of_a_text_is_the_client
         assert b'request_failure_total{reason="refused"} 2' in server.ask("/metrics").body
 
 
-def test_schemas_of_many_requests_are_compiled_one_at_a_time_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, most = 0, 0
+def test_schemas_of_many_requests_are_compiled_one_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, refused = 0, 0, Event()
 
-    def compiled(*_: object, limited: bool) -> None:
+    def tried(_: str) -> str:
         nonlocal running, most
-        assert limited
         running += 1
         most = max(most, running)
-        time.sleep(0.02)
+        refused.wait(9)
         running -= 1
+        return ""
 
-    monkeypatch.setattr("llama.serve.app.schema_of", compiled)
-    with serving(tokenizer=Letters()) as server, ThreadPoolExecutor() as threads:
-        form = {"response_format": FORMS["json_object"], "max_tokens": 1}
-        assert {got.status for got in threads.map(lambda _: server.complete("a", **form), range(5))} == {200}
+    forms = [{"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": n}}} for n in range(WAITING + 2)]
+    with serving(tokenizer=Letters()) as server, ThreadPoolExecutor(len(forms)) as threads:
+        server.model.vocab_size = 128
+        known = {"response_format": FORMS["json_object"], "max_tokens": 1}
+        assert server.complete("a", **known).status == 200
+        monkeypatch.setattr("llama.schemas._over_limit", tried)
+        asked = [threads.submit(server.complete, "a", response_format=form, max_tokens=1) for form in forms]
+        ended = as_completed(asked, timeout=20)
+        assert [next(ended).result().status for _ in range(2)] == [429, 429]
+        assert server.complete("a", **known).status == 200, "a schema that is compiled waits for none"
+        refused.set()
+        assert [one.result().status for one in ended] == [200] * WAITING
     assert most == 1
 
 
