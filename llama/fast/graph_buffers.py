@@ -41,7 +41,8 @@ class GraphKey(NamedTuple):
 def padded_width(rows: int, width: int, slots: int = sys.maxsize) -> int | None:
     """Return the width of the recorded calls that feed `width` tokens a row; None if such calls are not recorded.
 
-    A multiple of 64 up to 512, and of an eighth of the next power of two above, so that a quarter at most is padding.
+    A multiple of 64 up to 512, and of an eighth of the next power of two above: at most a quarter of a long call is
+    padding.
     """
     step = max(LEAST_WIDTH, 1 << max((width - 1).bit_length() - 3, 0))
     padded = min(-(-width // step) * step, slots)

@@ -4,7 +4,7 @@ Calls are also recorded and replayed. This compiles Triton's kernels, so that no
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama.fast.graph_buffers import LEAST_WIDTH, DecodeBuffers, GraphKey
+from llama.fast.graph_buffers import LEAST_WIDTH, DecodeBuffers, GraphKey, Recorder
 from llama.fast.graph_calls import fed_tokens, next_layer, next_logits, prompt_logits, shared_by_prompts
 from llama.fast.graph_ops import GraphOps, fresh, layer
 from llama.fast.graph_runner import GraphRunner, short_message
@@ -158,13 +158,26 @@ def try_nucleus(model: Transformer, ops: GraphOps) -> None:
     """Raise Unsupported if a choice is not that of the sorted vocabulary, from flat logits and from peaked ones."""
     assert ops.nucleus is not None
     stream, size = torch.Generator("cpu").manual_seed(0), (DRAWS, model.args.vocab_size)
-    draws = torch.rand(DRAWS, generator=stream, dtype=torch.float64).to(model.device)
-    for spread in (0.1, 5.0):
-        logits = (spread * torch.randn(size, generator=stream)).to(model.device)
-        ids, sure = ops.nucleus(logits, 0.7, 0.9, draws)
-        wanted, _ = choose(logits, Settings(0.7, 0.9, None, None, None), None, draws, whole=True)
+    draws = torch.rand(DRAWS, generator=stream, dtype=torch.float64, device="cpu").to(model.device)
+    noise = torch.randn(size, generator=stream, dtype=torch.float32, device="cpu").to(model.device)
+    # Side by side, as in the buffers: kernels are compiled for the alignment of an address.
+    temperature, top_p = torch.tensor([0.7, 0.9], dtype=torch.float64, device=model.device).unbind()
+    for logits in (0.1 * noise, 5 * noise):
+        ids, sure = _replayed(model.device, ops.nucleus, logits, temperature, top_p, draws)
+        wanted, _ = choose(logits, Settings(temperature, top_p, None, None, None), None, draws, whole=True)
         if not sure.all() or not torch.equal(ids, wanted):
             raise Unsupported(f"the choices of {ops.name} kernels are not those of a sort")
+
+
+def _replayed(device: torch.device, function: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> list[Tensor]:
+    """Return the results of a function by a recording."""
+    made: list[Tensor] = []
+
+    def call() -> None:
+        made[:] = function(*given)
+
+    Recorder(device)(call)()
+    return made
 
 
 def try_prompts(model: Transformer, ops: GraphOps) -> None:

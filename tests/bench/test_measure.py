@@ -394,13 +394,14 @@ def test_the_predicted_peak_is_that_of_pytorchs_allocator(
 
 def test_the_peak_of_a_gpu_has_the_memory_of_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replays use it, and PyTorch counts it as free."""
-    segments = [
-        {"segment_pool_id": pool, "total_size": 100, "allocated_size": used}
-        for pool, used in (((0, 0), 10), ((0, 3), 30))
-    ]
-    for name, made in {"synchronize": None, "max_memory_allocated": 1000, "memory_snapshot": segments}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, made=made: made)
-    assert memory.peaks(torch.device("cuda"))["tensor_peak_bytes"] == 1070
+    pools = ((0, (0, 0), 10), (0, (0, 3), 30), (1, (0, 4), 50))
+    names = "device", "segment_pool_id", "allocated_size"
+    segments = [{"total_size": 100, **dict(zip(names, pool, strict=True))} for pool in pools]
+    made = {"synchronize": None, "max_memory_allocated": 1000, "memory_snapshot": segments, "current_device": 1}
+    for name, result in made.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    assert memory.peaks(torch.device("cuda:0"))["tensor_peak_bytes"] == 1070
+    assert memory.peaks(torch.device("cuda"))["tensor_peak_bytes"] == 1050
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

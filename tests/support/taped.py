@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from llama.fast.graph_buffers import Recorder, Replay
 
-# PyTorch names them otherwise outside of inference mode. `Tensor.tolist` is no operation, and is not seen.
-READS = {getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "equal", "nonzero")}
+# Named as in inference mode. Not seen: `Tensor.tolist` and `Tensor.numpy`, no operations, and masks as indices.
+READS = {getattr(torch.ops.aten, name).default for name in ("item", "is_nonzero", "equal", "nonzero", "masked_select")}
 
 
 class Tape(TorchDispatchMode):
-    """The operations under `with`. Refuses those by which the host would wait for a number: a capture fails there."""
+    """The operations under `with`. Refuses READS, by which the host would wait for a number: a capture fails there."""
 
     def __init__(self) -> None:
         super().__init__()

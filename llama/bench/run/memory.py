@@ -33,14 +33,15 @@ def peaks(device: torch.device) -> dict[str, int]:
     found = {"resident_peak_bytes": peak_resident_bytes()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        found["tensor_peak_bytes"] = torch.cuda.max_memory_allocated(device) + _of_graphs()
+        found["tensor_peak_bytes"] = torch.cuda.max_memory_allocated(device) + _of_graphs(device)
     return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
 
-def _of_graphs() -> int:
+def _of_graphs(device: torch.device) -> int:
     """Return the bytes that replays of CUDA graphs use in pools of their own, which PyTorch counts as free."""
+    index = torch.cuda.current_device() if device.index is None else device.index
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    pools = (each for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+    pools = (each for each in segments if each["device"] == index and tuple(each["segment_pool_id"]) != (0, 0))
     return sum(each["total_size"] - each["allocated_size"] for each in pools)
 
 
