@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 16  # characters of a schema
 SECONDS, WALL_SECONDS = 2.0, 10.0  # of CPU, and at all, to compile a client's schema; Windows has no first limit
-BYTES = 1 << 30  # of address space of the process that tries it; it has 0.3 GB before
+BYTES = 1 << 30  # of address space of the process that tries it, which begins with 0.03 GB
 WAITING = 4  # schemas of clients that are being compiled or wait for it, each in a thread of the server's pool
 LATELY = 16  # schemas that are kept compiled, or refused
 ANY_OBJECT = {"type": "object"}  # OpenAI's json_object
@@ -40,6 +40,7 @@ _FIXED: Any = {
 # Compiles a schema, as far as its first mask, in a process that ends at the limits of CPU time and memory.
 _CHILD = """
 import json, signal, sys
+from contextlib import suppress
 sys.path[:] = sys.argv[3:]
 from llguidance import LLMatcher, LLTokenizer
 print("ready", flush=True)
@@ -47,7 +48,8 @@ if hasattr(signal, "setitimer"):
     import resource
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+    with suppress(ValueError, OSError):  # a lower limit is set, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
 text, fixed = json.load(sys.stdin)
 try:
     grammar = LLMatcher.grammar_from_json_schema(text, overrides=fixed)
@@ -156,11 +158,12 @@ class _Vocabulary:
     def schema(self, text: str, limited: bool) -> Schema:
         """Return a compiled schema. Raises ValueError if it is refused, and TooManySchemas."""
         key = text, limited
-        found = self._lately.pop(key, None) or self._waited_for(key)
+        found = self._lately.get(key) or self._waited_for(key)
         if not isinstance(found, str) and found.fails():  # an earlier text may have used up what its copies share
             found = self._compiled(text)
             if not isinstance(found, str) and found.fails():
                 found = f"schema={text:.60} is too complex for llguidance"
+        self._lately.pop(key, None)
         self._lately[key] = found
         for oldest in list(self._lately)[:-LATELY]:
             self._lately.pop(oldest, None)

@@ -1,9 +1,9 @@
 """The fast path of a GPU: whole steps, choosing included, recorded once as CUDA graphs and replayed without the host.
 
 The host launches several steps, and reads their tokens while the next ones run. A step feeds each row's newest token,
-or the whole prefix if the cache is off. Prompts are recorded too, padded to few widths. What is too large for the host
-to be the limit runs unrecorded. What a call computes is in `llama.fast.graph_calls`; `llama.fast.graph_trial` compares
-it with the modules. On a CPU, which has no graphs, the same calls run unrecorded.
+or the whole prefix if the cache is off. Prompts are recorded too, padded to few widths. Larger calls, which take
+the GPU longer than the host, run unrecorded. `llama.fast.graph_calls` computes the calls, and `llama.fast.graph_trial`
+compares them with the modules. On a CPU, which has no graphs, the same calls run unrecorded.
 """
 
 import logging
@@ -99,7 +99,7 @@ class GraphRunner:
             if caching_of(model) != (cache is not None) or trained:
                 return None  # the modules record gradients
             with current(model.device):
-                made = self._replayed(model, tokens, rows, cache) if logits == "last" else None
+                made = self._replayed(model, weights, tokens, rows, cache) if logits == "last" else None
                 if made is None and rows.start == 0:
                     made = prompt_logits(model, weights, self.ops, tokens, rows, cache, logits=logits)
         except Unsupported as why:
@@ -113,10 +113,12 @@ class GraphRunner:
         self.forwards += made is not None
         return made
 
-    def _replayed(self, model: Transformer, tokens: Tensor, rows: Rows, cache: Cache | None) -> Tensor | None:
+    def _replayed(
+        self, model: Transformer, weights: list[LayerWeights], tokens: Tensor, rows: Rows, cache: Cache | None
+    ) -> Tensor | None:
         """Return the logits after each row by a recorded call, (bsz, 1, vocab); None if this call is not recorded."""
         with self._buffers_of(model, tokens, rows, cache) as buffers:
-            if buffers is None or buffers.weights is not self.describe(model):
+            if buffers is None or buffers.weights is not weights:
                 return None
             width = padded_width(buffers.rows, rows.width, buffers.slots)
             if width is None or rows.starts[0] + width > buffers.slots:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 # rounding adds up over the layers.
 LAYER_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# Rows and lengths of steps. Attention divides long texts into parts, and products of more than 16 rows are PyTorch's.
+# Rows and lengths of steps. Attention divides long texts into parts.
 SHAPES = ((1, 6), (1, 600), (2, 1100), (16, 40))
 PROMPT_SHAPES = ((1, 40), (2, 33))
 MORE = 7  # tokens that follow a prompt
@@ -140,18 +139,21 @@ def _filled(
 
 def usable(model: Transformer, ops: GraphOps) -> GraphOps:
     """Return the functions without those of prompts, or of the nucleus, if their trial fails; that is logged."""
-    for part, trial, instead in (
-        ("prompts", try_prompts, "prompts run on the plain path"),
-        ("nucleus", try_nucleus, "the vocabulary is sorted"),
-    ):
-        try:
-            if getattr(ops, part):
-                trial(model, ops)
-        except Exception as why:  # a compiler or a driver may raise anything
-            logger.warning("fast: %s: %s", instead, short_message(why))
-            without: dict[str, Any] = {part: None}
-            ops = ops._replace(**without)
+    if ops.prompts and not _passes(try_prompts, model, ops, "prompts run on the plain path"):
+        ops = ops._replace(prompts=False)
+    if ops.nucleus is not None and not _passes(try_nucleus, model, ops, "the vocabulary is sorted"):
+        ops = ops._replace(nucleus=None)
     return ops
+
+
+def _passes(trial: Callable[[Transformer, GraphOps], None], model: Transformer, ops: GraphOps, otherwise: str) -> bool:
+    """Return True if a trial passes; otherwise log what happens then, and why."""
+    try:
+        trial(model, ops)
+    except Exception as why:  # a compiler or a driver may raise anything
+        logger.warning("fast: %s: %s", otherwise, short_message(why))
+        return False
+    return True
 
 
 def try_nucleus(model: Transformer, ops: GraphOps) -> None:
