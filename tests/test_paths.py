@@ -1,6 +1,6 @@
 """One contract for all steppers: the tokens, the log-probabilities, the sessions and the errors of the plain steps.
 
-The paths are in `support/paths.py`. What only one path does is tested in that path's own files.
+The paths are in `support/paths.py`. The behaviour of a single path is tested in the files of that path.
 """
 
 from collections.abc import Iterator

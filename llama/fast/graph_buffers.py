@@ -1,6 +1,6 @@
-"""What the recorded calls of a batch read and write on a GPU, and how they are recorded.
+"""The memory that the recorded calls of a batch read and write on a GPU, and the recording itself.
 
-A CUDA graph is bound to addresses, so everything that a call reads or writes is in a DecodeBuffers. On a CPU, which has
+A CUDA graph is bound to addresses, so all memory that a call reads or writes is in a DecodeBuffers. On a CPU, which has
 no graphs, the call itself is the replay. Knows batches and caches; does not know what a call computes.
 """
 
@@ -30,7 +30,7 @@ LEAST_WIDTH = 64
 
 
 class GraphKey(NamedTuple):
-    """What a recorded call does. The numbers that it samples by are read from a buffer at each replay."""
+    """Identify a recorded call. The numbers that it samples by are read from a buffer at each replay."""
 
     width: int  # the tokens that are fed of each row: 1 in steps with the cache
     chooses: tuple[bool, ...] | None = None  # which of the Settings are set; None: a prompt, whose logits are stored

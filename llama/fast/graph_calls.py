@@ -34,7 +34,7 @@ def next_logits(model: Transformer, buffers: DecodeBuffers, ops: GraphOps, width
 
 
 def fed_tokens(buffers: DecodeBuffers, ops: GraphOps, width: int) -> tuple[Tensor, Shared]:
-    """Return the ids of the tokens that a call feeds, (rows, width), and what all layers share."""
+    """Return the ids of the tokens that a call feeds, (rows, width), and the values that all layers share."""
     device = buffers.tokens.device
     newest, first = buffers.positions[:, None], buffers.starts[:, None]
     positions = newest if width == 1 else first + torch.arange(width, device=device)
@@ -89,6 +89,6 @@ def _stored(cache: KVCache, rows: Rows) -> Store:
 
 
 def shared_by_prompts(model: Transformer, ops: GraphOps, bsz: int, width: int) -> Shared:
-    """Return what all layers of a call of whole prompts share."""
+    """Return the values that all layers of a call of whole prompts share."""
     positions = torch.arange(width, device=model.device).repeat(bsz, 1)
     return shared_by_layers(ops.attention, positions, width, *model.rope.up_to(width, model.device))

@@ -29,7 +29,7 @@ Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Attention(NamedTuple):
     """Attention from the tokens of a call to the keys up to each token's position.
 
-    prepare: returns what all layers of a call share, from the positions and the number of slots.
+    prepare: returns values that all layers of a call share, from the positions and the number of slots.
     attend: attends in one layer, given the result of `prepare`.
     by_text: the time of `attend` depends on the texts' positions, not on the number of slots.
     """
@@ -52,7 +52,7 @@ class LayerWeights(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all layers of a call share. prepared: the result of attention's `prepare`."""
+    """The values that all layers of a call share. prepared: the result of attention's `prepare`."""
 
     positions: Tensor
     cos_sin: tuple[Tensor, Tensor]
@@ -76,13 +76,13 @@ class GraphOps(NamedTuple):
     gate: Callable[[Tensor, Tensor], Tensor]
     head: Callable[[Tensor, Tensor, float, Tensor], Tensor]
     advance: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    prompts: bool | None = None
+    prompts: bool = False
     step: Callable[[Tensor, LayerWeights, Shared, Tensor, Tensor], Tensor] | None = None
     nucleus: Callable[[Tensor, float | Tensor, float | Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def shared_by_layers(attention: Attention | None, positions: Tensor, slots: int, cos: Tensor, sin: Tensor) -> Shared:
-    """Return what all layers of a call share. cos, sin: (at least slots, 1, head_dim), as RopeTable has them."""
+    """Return the values that all layers of a call share. cos, sin: (at least slots, 1, head_dim), of RopeTable."""
     places = positions.flatten()
     prepared = () if attention is None else attention.prepare(positions, slots)
     return Shared(positions, (cos[places], sin[places]), prepared)
